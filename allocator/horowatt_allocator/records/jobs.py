@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs: what a tenant asked for and what became of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from horowatt.records import BatchRule, LauncherKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A training command and the freedom the allocator has with it. Never changes.
+
+    Attributes:
+        job_id: Unique for ever, e.g. ``"j7f3a-0012"``; never parsed.
+        uid, gid, username: The submitter, as the kernel named it.
+        command: Argument vector; never passed through a shell.
+        legal_widths: Widths the job may train at, ascending, never empty.
+        batch_size: Declared batch (per worker or total by ``batch_rule``); None when not declared.
+        total_samples: Total work, when known at submission.
+        total_epochs: Total work in epochs; becomes samples when the data set's length is measured.
+        deadline_s: Unix time by which the work should be done, or None.
+        wall_time_limit_s: Longest time from first start to end, or None.
+        gpu_types: GPU types the job accepts; empty means all.
+        weight: Priority weight of the job's value in the program, > 0.
+        flexibility: Share of its reference rate that the owner lets go for energy or under a cap,
+            0 to 1.
+    """
+
+    job_id: str
+    name: str
+    tenant: str
+    uid: int
+    gid: int
+    username: str
+    launcher: LauncherKind
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    working_dir: str
+    virtual_env: str | None
+    legal_widths: tuple[int, ...]
+    batch_rule: BatchRule
+    batch_size: int | None
+    total_samples: int | None
+    total_epochs: float | None
+    deadline_s: float | None
+    wall_time_limit_s: float | None
+    gpu_types: tuple[str, ...]
+    weight: float
+    flexibility: float
+    submitted_at_s: float
+
+
+class JobPhase(StrEnum):
+    """Where a job is in its life."""
+
+    QUEUED = "queued"
+    """Waits for slots: never started, or suspended, or to be started again after a loss."""
+    RUNNING = "running"
+    """Holds slots; its workers start or train."""
+    STOPPING = "stopping"
+    """Ends: waits until its node says that every slot is free."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ENDED = frozenset({JobPhase.FINISHED, JobPhase.FAILED, JobPhase.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why something is as it is: a stable code and a sentence with the figures of the case."""
+
+    code: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One candidate of a job: width on a GPU type at a power limit, or waiting (width 0).
+
+    Attributes:
+        gpu_type: None for the waiting column.
+        limit_w: Power limit of each GPU; None leaves it at its default.
+        rate_per_s: Expected samples per second, all workers together.
+        low_rate_per_s, high_rate_per_s: Interval of the rate, about 90 %.
+        marginal_w: Expected power above what the held GPUs draw idle.
+        held_idle_w: Idle power of the GPUs it holds.
+    """
+
+    gpu_type: str | None
+    width: int
+    limit_w: float | None
+    rate_per_s: float
+    low_rate_per_s: float
+    high_rate_per_s: float
+    marginal_w: float
+    held_idle_w: float
+
+    @property
+    def held_w(self) -> float:
+        """Power drawn by the GPUs this column holds."""
+        return self.marginal_w + self.held_idle_w
+
+
+WAITING = Column(
+    gpu_type=None,
+    width=0,
+    limit_w=None,
+    rate_per_s=0.0,
+    low_rate_per_s=0.0,
+    high_rate_per_s=0.0,
+    marginal_w=0.0,
+    held_idle_w=0.0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One world-size phase of a job.
+
+    Attributes:
+        number: Generation of the slots file.
+        published_s: When the slots were published.
+        first_step_end_s: End of the first step at this width; None before it.
+        pause_s: Seconds without training before it because of the resize; None if not measured.
+        ended_s: When the next generation was published or the job ended.
+        samples: Samples trained in it; None when they cannot be counted.
+    """
+
+    number: int
+    width: int
+    gpu_type: str
+    limit_w: float | None
+    published_s: float
+    first_step_end_s: float | None = None
+    pause_s: float | None = None
+    ended_s: float | None = None
+    samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseState:
+    """One lease as the head knows it. A slot is free when no lease on it is unreleased.
+
+    Attributes:
+        generation: Generation that first published it.
+        withdrawn_s: When a published generation first lacked it; None while the job holds it.
+        released_s: When the node said that no process of the worker lives; None before.
+        samples, steps: Latest counters of its worker; ``samples`` None when not countable.
+    """
+
+    lease_id: str
+    job_id: str
+    node: str
+    gpu_uuid: str
+    gpu_type: str
+    slot_index: int
+    simulated: bool
+    generation: int
+    granted_s: float
+    withdrawn_s: float | None = None
+    released_s: float | None = None
+    held: bool = False
+    started: bool = False
+    rank: int | None = None
+    world_size: int | None = None
+    steps: int = 0
+    samples: int | None = None
+    first_step_end_s: float | None = None
+    last_step_end_s: float | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateWindow:
+    """Readings at the start and at the end of a stretch of undisturbed training at one column.
+
+    ``energy_j`` sums the counters of the job's GPUs; None when one of them has none.
+    """
+
+    generation: int
+    limit_w: float | None
+    start_s: float
+    start_samples: int
+    start_energy_j: float | None
+    end_s: float
+    end_samples: int
+    end_energy_j: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job and all that the controller knows of it.
+
+    Attributes:
+        column: What the latest plan gave the job (the target; slots may lag behind it).
+        generation: Latest published generation, 0 before the first.
+        lease_ids: Leases of the published generation, ordered by slot.
+        attempt: Number of starts, 0 before the first.
+        samples: Samples of all workers of all attempts; None when not countable.
+        window: Stretch of training being measured; None while starting or resizing.
+        rate_per_s, power_w: Latest measured rate and power; None before the first window.
+        reason: Why the job waits or has the width it has.
+        exit_code: Of the script, when it ended.
+        streams: Offsets of the job's log streams that the head holds, by node and stream.
+    """
+
+    spec: JobSpec
+    phase: JobPhase
+    column: Column = WAITING
+    generation: int = 0
+    lease_ids: tuple[str, ...] = ()
+    home_node: str | None = None
+    attempt: int = 0
+    restarts: int = 0
+    started_s: float | None = None
+    ended_s: float | None = None
+    samples: int | None = None
+    epoch_samples: int | None = None
+    window: RateWindow | None = None
+    rate_per_s: float | None = None
+    power_w: float | None = None
+    generations: tuple[Generation, ...] = ()
+    reason: Reason = Reason(code="new", sentence="just submitted")
+    exit_code: int | None = None
+    changed_s: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Number of slots of the published generation."""
+        return len(self.lease_ids)
+
+    @property
+    def total_samples(self) -> int | None:
+        """Total work in samples, or None when it is not known (yet)."""
+        if self.spec.total_samples is not None:
+            return self.spec.total_samples
+        if self.spec.total_epochs is not None and self.epoch_samples is not None:
+            return round(self.spec.total_epochs * self.epoch_samples)
+        return None
+
+    @property
+    def remaining_samples(self) -> int | None:
+        """Work left in samples, at least 0, or None when it is not known."""
+        total = self.total_samples
+        if total is None or (self.samples is None and self.attempt > 0):
+            return None
+        return max(0, total - (self.samples or 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One measured point of a job: what a column really gave.
+
+    Attributes:
+        power_w: Power of all its GPUs together, idle included; None when not measured.
+        seconds_s: Length of the windows behind it.
+    """
+
+    gpu_type: str
+    width: int
+    limit_w: float | None
+    rate_per_s: float
+    power_w: float | None
+    seconds_s: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEstimate:
+    """What was measured of a job, newest last, one entry per (type, width, limit)."""
+
+    observations: tuple[Observation, ...] = ()
+    pauses_s: tuple[float, ...] = field(default=())
