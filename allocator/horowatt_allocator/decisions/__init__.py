@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions as pure functions: no I/O, no clock, no randomness; time is an argument.
+
+Order of the data: :mod:`estimates` -> :mod:`columns` -> :mod:`program` -> :mod:`placement`, driven by
+:mod:`controller`. :mod:`admission` stands before it, :mod:`ledger` beside it.
+"""

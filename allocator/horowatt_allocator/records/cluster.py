@@ -59,7 +59,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node with its GPUs, in NVML order. ``last_seen_s`` is None before the first report."""
+    """A node with its GPUs, in NVML order.
+
+    Attributes:
+        last_seen_s: When the head last heard of it, by the head's clock; None before the first report.
+        sent_at_s: When its agent sent the latest report, by the node's clock.
+        silent: True once it has not reported for the policy's ``agent_timeout_s``.
+        job_ids: Jobs that have a folder there, as its latest report says.
+        drained_job_ids: Those of them that had nothing more to send of their streams.
+    """
 
     spec: NodeSpec
     gpus: tuple[Gpu, ...] = ()
@@ -68,6 +76,10 @@ class Node:
     acked_seq: int = 0
     isolated: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
+    sent_at_s: float | None = None
+    silent: bool = False
+    job_ids: tuple[str, ...] = ()
+    drained_job_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +123,8 @@ class Policy:
         max_restarts: How often a job that was lost (not failed) is started again.
         prior_efficiency: Prior of rate(2w) / (2·rate(w)).
         prior_pause_s: Pause assumed before one was measured.
+        max_wait_s: A job that could run and has waited longer must run at the next decision.
+        solve_limit_s: Time given to the solver for one program.
     """
 
     objective: Objective = Objective.BALANCED
@@ -126,6 +140,8 @@ class Policy:
     max_restarts: int = 3
     prior_efficiency: float = 0.9
     prior_pause_s: float = 5.0
+    max_wait_s: float = 600.0
+    solve_limit_s: float = 5.0
 
 
 class PlanStatus(StrEnum):
@@ -207,6 +223,8 @@ class State:
         plan: Latest plan; None before the first.
         needs_decision: Why a decision is due, or an empty string.
         next_lease: Counter behind lease ids; never goes back.
+        lease_prefix: Start of every lease id, chosen once per database so that ids of two
+            databases never meet; letters, digits and hyphens.
     """
 
     nodes: Mapping[str, Node]
@@ -220,6 +238,7 @@ class State:
     last_decision_s: float | None = None
     num_decisions: int = 0
     next_lease: int = 1
+    lease_prefix: str = "l"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

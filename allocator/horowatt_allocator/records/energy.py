@@ -3,10 +3,19 @@
 
 from dataclasses import dataclass
 
+from horowatt.records import EnergyInterval
 from horowatt_allocator.records.jobs import Generation
 
 J_PER_KWH = 3.6e6
 """Joules in a kilowatt-hour, exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookedInterval:
+    """An interval in the ledger, with the node whose agent closed it."""
+
+    node: str
+    interval: EnergyInterval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,34 @@ class JobSpec:
     submitted_at_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """A job as its submitter asks for it, before admission turns it into a ``JobSpec``.
+
+    Attributes:
+        widths: Legal widths as text, see :func:`horowatt_allocator.decisions.admission.parse_widths`.
+        deadline_s: Unix time.
+    """
+
+    name: str
+    tenant: str
+    command: tuple[str, ...]
+    working_dir: str
+    widths: str = "1"
+    launcher: LauncherKind = LauncherKind.HOROWATT
+    environment: Mapping[str, str] = field(default_factory=dict)
+    virtual_env: str | None = None
+    batch_rule: BatchRule = BatchRule.PER_WORKER
+    batch_size: int | None = None
+    total_samples: int | None = None
+    total_epochs: float | None = None
+    deadline_s: float | None = None
+    wall_time_limit_s: float | None = None
+    gpu_types: tuple[str, ...] = ()
+    weight: float = 1.0
+    flexibility: float = 0.0
+
+
 class JobPhase(StrEnum):
     """Where a job is in its life."""
 
@@ -88,6 +116,8 @@ class Column:
         low_rate_per_s, high_rate_per_s: Interval of the rate, about 90 %.
         marginal_w: Expected power above what the held GPUs draw idle.
         held_idle_w: Idle power of the GPUs it holds.
+        nominal: True when the job was never measured: its rates are then relative to one GPU, on a
+            nominal scale of 1 sample per second, and must not be shown as samples per second.
     """
 
     gpu_type: str | None
@@ -98,6 +128,7 @@ class Column:
     high_rate_per_s: float
     marginal_w: float
     held_idle_w: float
+    nominal: bool = False
 
     @property
     def held_w(self) -> float:
@@ -128,6 +159,10 @@ class Generation:
         pause_s: Seconds without training before it because of the resize; None if not measured.
         ended_s: When the next generation was published or the job ended.
         samples: Samples trained in it; None when they cannot be counted.
+        samples_before: Samples of the job when it was published; None when not countable.
+        stopped_s: End of the last step before the resize, of the last worker to stop; None when
+            no worker went on from the generation before.
+        resumed_s: End of the first step after the resize, of the first worker to resume.
     """
 
     number: int
@@ -139,6 +174,9 @@ class Generation:
     pause_s: float | None = None
     ended_s: float | None = None
     samples: int | None = None
+    samples_before: int | None = None
+    stopped_s: float | None = None
+    resumed_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +185,11 @@ class LeaseState:
 
     Attributes:
         generation: Generation that first published it.
-        withdrawn_s: When a published generation first lacked it; None while the job holds it.
+        withdrawn_s: When a published generation first lacked it or the job was told to stop; None
+            while the job holds it.
         released_s: When the node said that no process of the worker lives; None before.
         samples, steps: Latest counters of its worker; ``samples`` None when not countable.
+        died_s: When the head first heard that the worker had ended without being told to.
     """
 
     lease_id: str
@@ -172,13 +212,30 @@ class LeaseState:
     first_step_end_s: float | None = None
     last_step_end_s: float | None = None
     exit_code: int | None = None
+    died_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCursor:
+    """How far one node's ``events`` stream of a job was read.
+
+    Attributes:
+        next_offset: Bytes read so far.
+        tail: Start of a line whose end has not arrived yet.
+    """
+
+    next_offset: int = 0
+    tail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateWindow:
     """Readings at the start and at the end of a stretch of undisturbed training at one column.
 
-    ``energy_j`` sums the counters of the job's GPUs; None when one of them has none.
+    Samples are counted at ends of steps, so ``start_s`` and ``end_s`` are means of the workers'
+    latest step ends: workers that advance alike then give the exact rate although their nodes
+    report at different instants. Energies sum the counters of the job's GPUs, read at
+    ``*_energy_at_s`` on average; None when one of them has no counter.
     """
 
     generation: int
@@ -189,6 +246,8 @@ class RateWindow:
     end_s: float
     end_samples: int
     end_energy_j: float | None
+    start_energy_at_s: float = 0.0
+    end_energy_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +264,14 @@ class Job:
         rate_per_s, power_w: Latest measured rate and power; None before the first window.
         reason: Why the job waits or has the width it has.
         exit_code: Of the script, when it ended.
-        streams: Offsets of the job's log streams that the head holds, by node and stream.
+        changed_s: When its width was last changed while it ran; 0 before the first resize.
+        past_samples: Samples of workers whose leases are gone; None when not countable.
+        step_s: Latest measured duration of one optimizer step, or None.
+        ending: While STOPPING, the phase that follows once every slot is free; QUEUED means that
+            it is to be started again.
+        launcher_alive: False once the home node said that the launcher ended.
+        generation_applied: Latest generation that the launcher said its workers train at.
+        events: How far the ``events`` stream was read, by node.
     """
 
     spec: JobSpec
@@ -227,6 +293,12 @@ class Job:
     reason: Reason = Reason(code="new", sentence="just submitted")
     exit_code: int | None = None
     changed_s: float = 0.0
+    past_samples: int | None = 0
+    step_s: float | None = None
+    ending: JobPhase | None = None
+    launcher_alive: bool = False
+    generation_applied: int = 0
+    events: Mapping[str, StreamCursor] = field(default_factory=dict)
 
     @property
     def width(self) -> int:

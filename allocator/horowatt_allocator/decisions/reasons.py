@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a job has the width it has, or waits: a stable code and a sentence with the figures of the case.
+
+Codes: ``started``, ``grew``, ``shrank``, ``kept``, ``limit``, ``waits``, ``no-gpus``, ``quota``,
+``power-cap``, ``silent-node``, ``running``, ``worker-died``; and for ends ``finished``, ``failed``, ``lost``,
+``lost-too-often``, ``launcher-gone``, ``wall-time``, ``cancelled``, or the launcher's own.
+
+A sentence names another job only to that job's own user.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from horowatt_allocator.decisions.capacity import GpuType
+from horowatt_allocator.decisions.estimates import countable, same_limit
+from horowatt_allocator.decisions.problem import ROW_CAP
+from horowatt_allocator.records.cluster import Plan, State
+from horowatt_allocator.records.jobs import Column, Job, JobPhase, Reason
+
+SILENT_NODE = "silent-node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One decision, as far as its reasons need it.
+
+    Attributes:
+        state: Before the decision.
+        types: GPUs that were planned with.
+        plan: What was decided.
+        jobs: In the order of submission.
+        needed: Rate that meets the deadline by job id, where one is known, samples per second.
+        num_free: GPUs nobody holds.
+    """
+
+    state: State
+    types: Mapping[str, GpuType]
+    plan: Plan
+    jobs: Sequence[Job]
+    needed: Mapping[str, float]
+    num_free: int
+
+
+def reasons_for(decided: Round) -> dict[str, Reason]:
+    """Return the reason of every job whose column changed, and of every job that waits."""
+    winner = _winner(decided)
+    reasons: dict[str, Reason] = {}
+    position = 0
+    for job in decided.jobs:
+        column = decided.plan.columns[job.spec.job_id]
+        if column.width == 0:
+            position += 1
+            reasons[job.spec.job_id] = _waits(decided, job, position)
+        elif job.phase is JobPhase.QUEUED:
+            if job.column.width != column.width:
+                reasons[job.spec.job_id] = _started(decided, job, column)
+        elif column.width > job.column.width:
+            reasons[job.spec.job_id] = _grew(decided, job, column)
+        elif column.width < job.column.width:
+            reasons[job.spec.job_id] = _shrank(decided, job, column, winner)
+        elif not same_limit(column.limit_w, job.column.limit_w):
+            reasons[job.spec.job_id] = _limit(decided, job, column)
+    return reasons
+
+
+def silent(job: Job, node: str, seconds_s: float) -> Reason:
+    """Return the reason of a running job on a node that does not report."""
+    sentence = f"node '{node}' has not reported for {seconds_s:.0f} s; job '{job.spec.name}' is left as it is"
+    return Reason(code=SILENT_NODE, sentence=sentence)
+
+
+def rate_text(before: Column, after: Column, job: Job) -> str:
+    """Return what a change of column is expected to do to the rate, in words."""
+    if not countable(job):
+        return "its samples cannot be counted, so assumed rates are kept"
+    if after.nominal:
+        return "its rate is not known yet"
+    if before.width == 0 or before.nominal:
+        return f"{after.rate_per_s:,.0f} samples/s expected"
+    now_per_s = job.rate_per_s if job.rate_per_s is not None else before.rate_per_s
+    return f"{now_per_s:,.0f} → {after.rate_per_s:,.0f} samples/s expected"
+
+
+def _winner(decided: Round) -> tuple[Job, Column] | None:
+    """Return the job that gains most clearly by this decision: a late one, a starting one, a growing one."""
+    gains = [
+        (job, decided.plan.columns[job.spec.job_id])
+        for job in decided.jobs
+        if decided.plan.columns[job.spec.job_id].width > job.column.width
+    ]
+    if not gains:
+        return None
+    return min(gains, key=lambda gain: (gain[0].spec.deadline_s is None, gain[0].column.width > 0))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _free(decided: Round, wanted: int) -> str:
+    if decided.num_free >= wanted:
+        total = sum(gpu_type.num_gpus for gpu_type in decided.types.values())
+        return (
+            f"{decided.num_free} of {_count(total, 'GPU')} {'was' if decided.num_free == 1 else 'were'} free"
+        )
+    lacking = wanted - decided.num_free
+    return f"{_count(lacking, 'GPU')} {'comes' if lacking == 1 else 'come'} from other jobs"
+
+
+def _deadline(decided: Round, job: Job, column: Column) -> str:
+    needed = decided.needed.get(job.spec.job_id)
+    if needed is None or column.nominal:
+        return ""
+    if column.rate_per_s >= needed:
+        return f"; its deadline needs {needed:,.0f}"
+    return f"; its deadline needs {needed:,.0f} and will be missed"
+
+
+def _started(decided: Round, job: Job, column: Column) -> Reason:
+    sentence = (
+        f"starts on {column.width} {column.gpu_type}: {rate_text(job.column, column, job)}, "
+        f"{_free(decided, column.width)}{_deadline(decided, job, column)}"
+    )
+    return Reason(code="started", sentence=sentence)
+
+
+def _grew(decided: Round, job: Job, column: Column) -> Reason:
+    grown = column.width - job.column.width
+    sentence = (
+        f"grew {job.column.width} → {column.width}: {rate_text(job.column, column, job)}, "
+        f"{_free(decided, grown)}{_deadline(decided, job, column)}"
+    )
+    return Reason(code="grew", sentence=sentence)
+
+
+def _shrank(decided: Round, job: Job, column: Column, winner: tuple[Job, Column] | None) -> Reason:
+    if column.width == job.width:
+        sentence = f"stays on {_count(job.width, 'GPU')}: growing to {job.column.width} was called off"
+        return Reason(code="kept", sentence=sentence)
+    head = f"shrank {job.column.width} → {column.width}: "
+    if winner is not None:
+        other, gained = winner
+        who = f"job '{other.spec.name}'" if other.spec.uid == job.spec.uid else "another user's job"
+        num_gpus = _count(gained.width, "GPU")
+        if other.spec.deadline_s is not None:
+            why = f"{who} needs {num_gpus} to meet its deadline"
+        elif other.column.width == 0:
+            why = f"{who} starts on {num_gpus}"
+        else:
+            why = f"{who} gains more from {num_gpus}"
+    elif ROW_CAP in decided.plan.binding or ROW_CAP in decided.plan.violations:
+        why = f"the power cap of {decided.state.policy.cap_w:,.0f} W binds"
+    else:
+        saved_w = job.column.marginal_w - column.marginal_w
+        why = (
+            f"{_count(job.column.width - column.width, 'GPU')} brought too little for their {saved_w:,.0f} W"
+        )
+    return Reason(code="shrank", sentence=f"{head}{why}; {rate_text(job.column, column, job)}")
+
+
+def _limit(decided: Round, job: Job, column: Column) -> Reason:
+    def watts(limit_w: float | None) -> str:
+        return "default" if limit_w is None else f"{limit_w:,.0f}"
+
+    change_w = column.marginal_w - job.column.marginal_w
+    sentence = (
+        f"power limit {watts(job.column.limit_w)} → {watts(column.limit_w)} W: "
+        f"{rate_text(job.column, column, job)}, {change_w:+,.0f} W{_deadline(decided, job, column)}"
+    )
+    return Reason(code="limit", sentence=sentence)
+
+
+def _waits(decided: Round, job: Job, position: int) -> Reason:
+    legal = job.spec.legal_widths[0]
+    accepted = job.spec.gpu_types
+    usable = sum(t.num_gpus for name, t in decided.types.items() if not accepted or name in accepted)
+    wanted = f" {' or '.join(accepted)}" if accepted else ""
+    tail = f"; position {position}"
+    tenant = decided.state.tenants.get(job.spec.tenant)
+    if usable < legal:
+        sentence = f"waits: needs {_count(legal, f'{wanted} GPU'.strip())}, {usable} can be reached{tail}"
+        return Reason(code="no-gpus", sentence=sentence)
+    if tenant is not None and tenant.gpu_quota is not None and f"quota {tenant.name}" in decided.plan.binding:
+        sentence = f"waits: the quota of tenant '{tenant.name}' is {tenant.gpu_quota} GPUs{tail}"
+        return Reason(code="quota", sentence=sentence)
+    used = sum(column.width for column in decided.plan.columns.values())
+    if used + legal <= usable:
+        if ROW_CAP in decided.plan.binding or ROW_CAP in decided.plan.violations:
+            sentence = f"waits: the power cap of {decided.state.policy.cap_w:,.0f} W leaves no room{tail}"
+            return Reason(code="power-cap", sentence=sentence)
+        patience = f"{decided.state.policy.max_wait_s:,.0f} s of its submission"
+        sentence = f"waits: the plan saves its power; it must start within {patience}{tail}"
+        return Reason(code="waits", sentence=sentence)
+    if used >= usable:
+        taken = "the only GPU is taken" if usable == 1 else f"all {usable} GPUs are taken"
+        return Reason(code="waits", sentence=f"waits: {taken}{tail}")
+    sentence = f"waits: needs {_count(legal, 'GPU')}, {usable - used} of {usable} are left{tail}"
+    return Reason(code="waits", sentence=sentence)

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that Horowatt changes in Horovod: each fix with its reason, in this one place.
+
+``FIXES`` lists them. The driver's side is used by the launcher, the worker's side by the start of
+workers, after the script itself has imported the part of Horovod in question. Horovod is patched from
+outside, so a version that these fixes were not tested with is refused.
+
+Nothing here imports Horovod before a function is called: scripts without it never load it.
+"""
+
+import functools
+import importlib.metadata
+import logging
+import os
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from horowatt.errors import NeedsOperator
+
+TESTED_VERSION = "0.28.1"
+"""The only version of Horovod these fixes are applied to."""
+
+DISCOVERY_INTERVAL_S = 0.1
+RENOTIFY_INTERVAL_S = 2.0
+GLOO_TIMEOUT_S = 120
+"""How long survivors wait for a newcomer's imports, seconds. Longer also means slower to notice a peer
+that hangs during training; a peer that dies is noticed at once."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """One change to Horovod's behaviour.
+
+    Attributes:
+        where: What is subclassed or patched.
+        reason: What goes wrong without it.
+    """
+
+    name: str
+    where: str
+    reason: str
+
+
+FIXES = (
+    Fix(
+        "discovery-interval",
+        "runner.elastic.driver.DISCOVER_HOSTS_FREQUENCY_SECS",
+        "a new hostfile is seen up to a second late, and there is no option for it",
+    ),
+    Fix(
+        "float-timestamps",
+        "runner.elastic.driver._epoch_time_s",
+        "two updates within one second, or a clock set back, and workers drop the second update",
+    ),
+    Fix(
+        "lost-notifications",
+        "runner.elastic.driver.ElasticDriver",
+        "an update that comes while workers start or reset is never sent again, so a published slot "
+        "stays unused or a withdrawn one stays held for good",
+    ),
+    Fix(
+        "bound-rendezvous",
+        "runner.http.http_server.RendezvousServer",
+        "the rendezvous server listens on every interface and never closes its socket",
+    ),
+    Fix(
+        "gloo-timeout",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+        "a newcomer that imports for more than 30 s aborts every survivor",
+    ),
+    Fix(
+        "orderly-leave",
+        "torch.mpi_ops.init",
+        "a worker whose slot was withdrawn is aborted: no atexit, no flushed output, a core dump",
+    ),
+    Fix(
+        "no-rewind",
+        "torch.elastic.TorchState.check_host_updates",
+        "attributes fall back to the last commit while the model does not; and survivors that skip "
+        "the synchronisation wait for a newcomer that does not, for ever",
+    ),
+    Fix(
+        "replica-drift",
+        "torch.functions.broadcast_optimizer_state, torch.elastic.TorchState.sync",
+        "a newcomer's optimizer makes a real step to create its state, so weight decay shrinks its "
+        "parameters, and those of nobody else, after the model was synchronised",
+    ),
+    Fix(
+        "short-remainder",
+        "torch.elastic.ElasticSampler.__iter__",
+        "fails when fewer samples than half the workers remain in an epoch after a resize",
+    ),
+)
+
+
+def require_tested_version() -> None:
+    """Refuse a Horovod that is absent or that the fixes were not tested with.
+
+    Raises:
+        NeedsOperator: ``HW-JOB-007``.
+    """
+    try:
+        found = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise NeedsOperator(
+            "HW-JOB-007",
+            "Horovod is not installed in the Python environment of this job",
+            because=f"{sys.executable} does not find it",
+            hint="activate that environment and run 'horowatt build-horovod'",
+        ) from error
+    if found != TESTED_VERSION:
+        raise NeedsOperator(
+            "HW-JOB-007",
+            f"Horovod {found} is not supported",
+            because=f"Horowatt repairs Horovod's elastic mode and was tested with {TESTED_VERSION} only",
+            hint=f"install {TESTED_VERSION}: 'horowatt build-horovod'",
+            fields={"found": found, "tested": TESTED_VERSION},
+        )
+
+
+# ---------------------------------------------------------------------------------------- driver
+
+
+@functools.cache
+def _monotonic_epoch() -> Callable[[], float]:
+    last_s = 0.0
+
+    def epoch_s() -> float:
+        nonlocal last_s
+        last_s = max(time.time(), last_s + 1e-3)
+        return last_s
+
+    return epoch_s
+
+
+def prepare_driver_module() -> None:
+    """Apply the fixes that are constants and functions of Horovod's driver module; may be repeated."""
+    require_tested_version()
+    from horovod.runner.elastic import driver
+
+    driver.DISCOVER_HOSTS_FREQUENCY_SECS = DISCOVERY_INTERVAL_S
+    driver._epoch_time_s = _monotonic_epoch()  # noqa: SLF001
+
+
+def make_rendezvous_server(address: str) -> Any:
+    """Return a ``RendezvousServer`` that listens on ``address`` only and closes its socket."""
+    from horovod.runner.http import http_server
+    from horovod.runner.util.network import find_port
+    from horovod.runner.util.threads import in_thread
+
+    class Server(http_server.RendezvousHTTPServer):  # type: ignore[misc]
+        # A handler blocks for as long as its worker waits for the others; it must not outlive the job.
+        daemon_threads = True
+        block_on_close = False
+
+    class BoundRendezvousServer(http_server.RendezvousServer):  # type: ignore[misc]
+        def start(self, handler_cls: Any = http_server.RendezvousHandler) -> int:
+            self._httpd, port = find_port(lambda any_: Server((address, any_[1]), handler_cls, self._verbose))
+            self._listen_thread = in_thread(target=self._httpd.serve_forever)
+            return int(port)
+
+        def stop(self) -> None:
+            super().stop()
+            self._httpd.server_close()
+
+    return BoundRendezvousServer()
+
+
+def make_driver(
+    rendezvous: Any,
+    discovery: Any,
+    *,
+    min_width: int,
+    max_width: int,
+    on_assignment: Callable[[tuple[str, ...]], None],
+) -> Any:
+    """Return an ``ElasticDriver`` that repeats lost notifications and says what it assigns.
+
+    Args:
+        on_assignment: Called with the host names in the order of their ranks, before workers start.
+    """
+    from horovod.runner.elastic.driver import ElasticDriver
+    from horovod.runner.elastic.worker import HostUpdateResult
+
+    class RenotifyingDriver(ElasticDriver):  # type: ignore[misc]
+        def start(self, num_proc: int, create_worker_fn: Any) -> None:
+            super().start(num_proc, create_worker_fn)
+            threading.Thread(target=self._renotify, name="renotify", daemon=True).start()
+
+        def _renotify(self) -> None:
+            while not self._shutdown.wait(RENOTIFY_INTERVAL_S):
+                try:
+                    current = self._host_manager.current_hosts
+                    # It compares first, and sends only if an assignment of these hosts would differ.
+                    self._notify_workers_host_changes(current, HostUpdateResult.mixed)
+                except Exception:  # noqa: BLE001 - the thread must outlive whatever a send raises
+                    _log.exception("repeating a notification failed; trying again")
+
+        def _update_host_assignments(self, current_hosts: Any) -> Any:
+            pending = super()._update_host_assignments(current_hosts)
+            ranks = sorted(self._rank_assignments)
+            on_assignment(tuple(self._rank_assignments[rank].hostname for rank in ranks))
+            return pending
+
+    return RenotifyingDriver(
+        rendezvous, discovery, min_width, max_width, reset_limit=None, cooldown_range=None
+    )
+
+
+# ---------------------------------------------------------------------------------------- workers
+
+
+def worker_hooks(
+    *,
+    on_world: Callable[[int, int], None],
+    on_leave: Callable[[], None],
+    uncounted: Callable[[], Any],
+) -> Mapping[str, Callable[[ModuleType], None]]:
+    """Return what to do to modules of Horovod once a script has imported them, by module name.
+
+    Args:
+        on_world: Called with rank and size after each ``hvd.init``.
+        on_leave: Called before a worker whose slot was withdrawn exits.
+        uncounted: Returns a context manager within which optimizer steps are not training.
+    """
+    return {
+        "horovod.common": lambda _: require_tested_version(),
+        "horovod.torch.mpi_ops": lambda module: _patch_init(module, on_world, on_leave),
+        "horovod.torch.functions": lambda module: _patch_broadcast_optimizer_state(module, uncounted),
+        "horovod.torch.elastic.sampler": _patch_sampler,
+        "horovod.torch.elastic.state": _patch_state,
+    }
+
+
+_ASSIGNED = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+)
+
+
+def _patch_init(
+    module: ModuleType, on_world: Callable[[int, int], None], on_leave: Callable[[], None]
+) -> None:
+    original = module.init
+    entered = False
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        nonlocal entered
+        if module.is_initialized():
+            original(*args, **kwargs)
+            return
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1" and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+        if entered and elastic:
+            assignment = _ask_for_assignment()
+            if assignment is None:
+                on_leave()
+                raise SystemExit(0)
+            os.environ.update(assignment)
+            # The question may be asked once per reset: this keeps the native side from asking again.
+            # It remembers from its first start that the job is elastic.
+            os.environ["HOROVOD_ELASTIC"] = "0"
+            try:
+                original(*args, **kwargs)
+            finally:
+                os.environ["HOROVOD_ELASTIC"] = "1"
+        else:
+            original(*args, **kwargs)
+        entered = True
+        on_world(module.rank(), module.size())
+
+    module.init = init  # type: ignore[attr-defined]
+
+
+def _ask_for_assignment() -> dict[str, str] | None:
+    """Say that this worker is ready, wait for the others, and return its place; None for no place."""
+    address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+    port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+    key = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
+    # A proxy of the user's environment is for the outside; the launcher is not.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{address}:{port}/rank_and_size/{key}") as response:
+        values = response.read().decode("ascii").split(",")
+    return None if values[0] == "-1" else dict(zip(_ASSIGNED, values, strict=True))
+
+
+def _patch_broadcast_optimizer_state(module: ModuleType, uncounted: Callable[[], Any]) -> None:
+    original = module.broadcast_optimizer_state
+
+    @functools.wraps(original)
+    def broadcast_optimizer_state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        with uncounted():
+            if optimizer.state_dict()["state"]:
+                return original(optimizer, *args, **kwargs)
+            decay = [group.get("weight_decay") for group in optimizer.param_groups]
+            grads = [[parameter.grad for parameter in group["params"]] for group in optimizer.param_groups]
+            with _without_decay(optimizer, decay, grads):
+                _create_state(module, optimizer)
+            if optimizer.state_dict()["state"]:
+                return original(optimizer, *args, **kwargs)
+            # An optimizer without state steps once more in there and broadcasts nothing.
+            with _without_decay(optimizer, decay, grads):
+                return original(optimizer, *args, **kwargs)
+
+    module.broadcast_optimizer_state = broadcast_optimizer_state  # type: ignore[attr-defined]
+
+
+class _without_decay:  # noqa: N801 - reads as the statement it is used in
+    """Keeps weight decay and gradients out of steps that only create an optimizer's state."""
+
+    def __init__(self, optimizer: Any, decay: list[Any], grads: list[list[Any]]) -> None:
+        self._groups = optimizer.param_groups
+        self._decay = decay
+        self._grads = grads
+
+    def __enter__(self) -> None:
+        for group in self._groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0
+
+    def __exit__(self, *_: object) -> None:
+        for group, decay, grads in zip(self._groups, self._decay, self._grads, strict=True):
+            if "weight_decay" in group:
+                group["weight_decay"] = decay
+            for parameter, grad in zip(group["params"], grads, strict=True):
+                parameter.grad = grad
+
+
+def _create_state(module: ModuleType, optimizer: Any) -> None:
+    from horovod.torch.optimizer import DistributedOptimizer
+
+    torch = module.torch
+    if isinstance(optimizer, torch.optim.SparseAdam | torch.optim.LBFGS):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    if optimizer.__module__ == DistributedOptimizer.__module__:
+        # The step of the wrapped class: the distributed one would wait for all other workers.
+        super(optimizer.__class__, optimizer).step()
+    else:
+        optimizer.step()
+
+
+def _patch_sampler(module: ModuleType) -> None:
+    def padded(self: Any) -> Iterator[int]:
+        remaining: list[int] = list(self.remaining_indices)
+        missing = self.total_size - len(remaining)
+        while remaining and missing > 0:
+            extra = remaining[:missing]
+            remaining += extra
+            missing -= len(extra)
+        self.indices = remaining[self.rank : self.total_size : self.num_replicas]
+        return iter(self.indices)
+
+    module.ElasticSampler.__iter__ = padded
+
+
+def _patch_state(module: ModuleType) -> None:
+    from horovod.common.elastic import ObjectState
+    from horovod.common.exceptions import HostsUpdatedInterrupt
+
+    state_class = module.TorchState
+    check = state_class.check_host_updates
+
+    def check_host_updates(self: Any) -> None:
+        try:
+            check(self)
+        except HostsUpdatedInterrupt as interrupt:
+            self.save()
+            raise HostsUpdatedInterrupt(False) from interrupt
+
+    def sync(self: Any) -> None:
+        # Models last: what an optimizer does to them while it creates its state is overwritten.
+        for handler in sorted(self._handlers.values(), key=_is_model(module)):
+            handler.sync()
+        ObjectState.sync(self)
+
+    state_class.check_host_updates = check_host_updates
+    state_class.sync = sync
+
+
+def _is_model(module: ModuleType) -> Callable[[Any], bool]:
+    return lambda handler: isinstance(handler, module.ModelStateHandler)
+
+
+def names(fixes: Iterable[Fix] = FIXES) -> tuple[str, ...]:
+    """Return the names of all fixes."""
+    return tuple(fix.name for fix in fixes)

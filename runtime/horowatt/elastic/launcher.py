@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher of one job: ``python -m horowatt.elastic.launcher JOB_DIR --attempt N``.
+
+Holds Horovod's own elastic driver in this process, feeds it the job's hostfile of leases, starts the
+workers as processes of the tenant, and says in ``launcher.json`` and ``events.jsonl`` what goes on. It
+ends with a verdict, always: when no worker is left and Horovod does not conclude, the launcher does.
+
+Horovod's driver runs in threads: one discovers, one waits for each worker, one answers each request of a
+worker. The main thread only watches, five times a second, and is the only one that ends workers.
+"""
+
+import argparse
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from horowatt.elastic import horovod_fixes
+from horowatt.elastic.counters import read_counters
+from horowatt.elastic.discovery import HostfileDiscovery
+from horowatt.elastic.events import append_event
+from horowatt.elastic.folder import JobFolder
+from horowatt.elastic.network import LOOPBACK, address_towards, interface_of, is_loopback, resolve
+from horowatt.elastic.verdict import Verdict, judge, last_traceback
+from horowatt.elastic.workers import Worker, Workers, prepare_launch
+from horowatt.errors import HorowattError, InvalidInput, RetryLater
+from horowatt.files import write_atomic
+from horowatt.records import LauncherState, LauncherStatus, LaunchSpec, Lease
+from horowatt.wire import decode, encode
+
+TICK_S = 0.2
+STOP_GRACE_S = 10.0
+"""From SIGTERM to SIGKILL for the workers of a job that is stopped, seconds."""
+RELEASE_GRACE_S = 60.0
+"""How long a worker whose lease was taken back may take to leave by itself, seconds."""
+RELEASE_GRACE_VARIABLE = "HOROWATT_RELEASE_GRACE_S"
+NO_WORKER_PATIENCE_S = 30.0
+"""How long Horovod may take to conclude after the last worker ended, seconds."""
+JOIN_PATIENCE_S = 10.0
+"""How long after a worker ended before it joined the others are given to end likewise, seconds."""
+LOCK_PATIENCE_S = 2.0
+"""An agent that asks whether the lock is held has it for an instant itself."""
+DISCONNECT_S = 20.0
+EXIT_REFUSED = 125
+
+_log = logging.getLogger(__name__)
+
+
+class Launcher:
+    """One start of one job."""
+
+    def __init__(self, job: JobFolder, spec: LaunchSpec, attempt: int, node: str | None) -> None:
+        self._job = job
+        self._spec = spec
+        self._attempt = attempt
+        self._node = node
+        self._stop = threading.Event()
+        self._status_lock = threading.Lock()
+        self._state = LauncherState.STARTING
+        self._generation_applied = 0
+        self._assigned: tuple[str, ...] = ()
+        self._assigned_s = 0.0
+        self._release_grace_s = _release_grace_s()
+        self._withdrawn_since_s: dict[str, float] = {}
+        self._alone_since_s: float | None = None
+        self._workers: Workers | None = None
+        self._discovery = HostfileDiscovery(job, spec.min_width, self._living)
+        self._driver: Any = None
+        self._horovod_env: dict[str, str] = {}
+
+    def stop(self) -> None:
+        """Ask for an orderly stop; returns at once."""
+        self._stop.set()
+
+    def run(self) -> Verdict:
+        """Run the job to its end, whatever that is, and return the verdict; leaves no worker behind."""
+        self._report()
+        gave_up = ""
+        try:
+            gave_up = self._run_horovod()
+        except HorowattError as error:
+            again = isinstance(error, RetryLater) or error.code.startswith("HW-DISK")
+            state = LauncherState.LOST if again else LauncherState.FAILED
+            verdict = Verdict(state=state, exit_code=None, code=error.code, message=_one_line(error))
+        except Exception as error:  # noqa: BLE001 - whatever happens, there is a verdict and no worker left
+            _log.exception("the launcher failed")
+            verdict = Verdict(
+                state=LauncherState.LOST,
+                exit_code=None,
+                code="HW-JOB-006",
+                message=f"the launcher failed: {type(error).__name__}: {error}",
+            )
+        else:
+            self._end_all(STOP_GRACE_S)
+            verdict = self._judge(gave_up)
+        self._end_all(STOP_GRACE_S)
+        self._disconnect()
+        if self._stop.is_set() and verdict.state is not LauncherState.FINISHED:
+            verdict = Verdict(state=LauncherState.STOPPED, exit_code=None, message="stopped as ordered")
+        if verdict.blamed is not None:
+            lines = last_traceback(verdict.blamed.tail)
+            append_event(self._job.events, "failed", verdict.blamed.lease_id, traceback="\n".join(lines))
+        self._report(verdict)
+        return verdict
+
+    # --------------------------------------------------------------------------------- Horovod
+
+    def _run_horovod(self) -> str:
+        """Run until Horovod is done or must be given up; return why it was given up, if it was."""
+        horovod_fixes.prepare_driver_module()
+        self._workers = Workers(
+            self._job, prepare_launch(self._spec), self._spec, self._own_node(), self._on_exit
+        )
+        width = self._wait_for_slots()
+        if not width:
+            return ""
+        address = self._own_address()
+        rendezvous = horovod_fixes.make_rendezvous_server(address)
+        self._driver = horovod_fixes.make_driver(
+            rendezvous,
+            self._discovery,
+            min_width=self._spec.min_width,
+            max_width=self._spec.max_width,
+            on_assignment=self._on_assignment,
+        )
+        from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+
+        port = rendezvous.start(create_rendezvous_handler(self._driver))
+        self._horovod_env = {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_ELASTIC": "1",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": self._spec.environment.get(
+                "HOROVOD_GLOO_TIMEOUT_SECONDS", str(horovod_fixes.GLOO_TIMEOUT_S)
+            ),
+        }
+        _log.info("rendezvous on %s port %d, starting %d workers", address, port, width)
+        self._driver.start(min(width, self._spec.max_width), self._run_worker)
+        self._state = LauncherState.RUNNING
+        self._report()
+        return self._watch()
+
+    def _own_node(self) -> str:
+        """Return this node's name; without ``--node`` all leases must be on one."""
+        if self._node is not None:
+            return self._node
+        self._discovery.find_available_hosts_and_slots()
+        nodes = {lease.node for lease in self._discovery.published.leases.values()}
+        if len(nodes) != 1:
+            raise InvalidInput(
+                "HW-JOB-012",
+                "the launcher does not know which node it is on",
+                because=f"the job's slots are on {len(nodes)} nodes",
+                hint="start it with --node NAME, the node's name in the inventory",
+            )
+        return nodes.pop()
+
+    def _wait_for_slots(self) -> int:
+        """Return the published width once it reaches the job's minimum, or 0 when the job is stopped."""
+        while not self._stop.is_set():
+            hosts = self._discovery.find_available_hosts_and_slots()
+            if len(hosts) >= max(self._spec.min_width, 1):
+                return len(hosts)
+            self._stop.wait(TICK_S)
+        return 0
+
+    def _own_address(self) -> str:
+        """Return the address of this node that the job's other hosts reach.
+
+        Never another address than the one the workers use: what is not offered cannot be attacked.
+        """
+        leases = list(self._discovery.published.leases.values())
+        node = self._own_node()
+        own = next((lease.address for lease in leases if lease.node == node), None)
+        if own is not None and is_loopback(own):
+            # Also for a real host name that /etc/hosts maps to loopback: nobody else could reach that.
+            others = [lease.address for lease in leases if lease.node != node]
+            return (address_towards(others[0]) if others else None) or LOOPBACK
+        if own is not None and interface_of(own) is not None:
+            return resolve(own) or LOOPBACK
+        address = address_towards(leases[0].address)
+        if address is None:
+            raise InvalidInput(
+                "HW-JOB-012",
+                f"this node has no address from which {leases[0].address!r} can be reached",
+                hint="check the node addresses in the inventory, and name resolution on this node",
+            )
+        return address
+
+    def _on_assignment(self, hosts: tuple[str, ...]) -> None:
+        """Note what Horovod's driver assigned, before it starts the new workers."""
+        generation = self._discovery.generation_of(hosts)
+        self._assigned, self._assigned_s = hosts, time.time()
+        _log.info("generation %d: %s", generation, " ".join(hosts))
+        append_event(self._job.events, "published", generation=generation, width=len(hosts))
+
+    def _run_worker(self, slot_info: Any, events: Sequence[Any]) -> tuple[int, float]:
+        """Run one worker for Horovod's driver; must not raise, or the driver never hears of its end."""
+        try:
+            return self._run_lease(slot_info, events), time.time()
+        except BaseException as error:  # noqa: BLE001 - see above
+            _log.error("worker %s cannot be run: %s", slot_info.hostname, error)
+            append_event(self._job.events, "worker-exit", slot_info.hostname, exit_code=EXIT_REFUSED)
+            return EXIT_REFUSED, time.time()
+
+    def _run_lease(self, slot_info: Any, events: Sequence[Any]) -> int:
+        lease = self._lease(slot_info.hostname)
+        if lease is None or self._workers is None:
+            _log.warning("lease %s was taken back before its worker started", slot_info.hostname)
+            return EXIT_REFUSED
+        place = {
+            "HOROVOD_HOSTNAME": slot_info.hostname,
+            "HOROVOD_RANK": str(slot_info.rank),
+            "HOROVOD_SIZE": str(slot_info.size),
+            "HOROVOD_LOCAL_RANK": str(slot_info.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(slot_info.local_size),
+            "HOROVOD_CROSS_RANK": str(slot_info.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(slot_info.cross_size),
+        }
+        return self._workers.run(lease, {**self._horovod_env, **place}, events)
+
+    def _lease(self, lease_id: str) -> Lease | None:
+        published = self._discovery.published.leases
+        return published.get(lease_id)
+
+    def _on_exit(self, worker: Worker) -> None:
+        _log.info("worker %s ended with exit code %s", worker.lease.lease_id, worker.exit_code)
+        append_event(self._job.events, "worker-exit", worker.lease.lease_id, exit_code=worker.exit_code)
+
+    # -------------------------------------------------------------------------------- watching
+
+    def _watch(self) -> str:
+        assert self._workers is not None  # noqa: S101 - set by the only caller
+        while not self._stop.is_set():
+            now_s = time.time()
+            self._workers.watch(now_s)
+            self._enforce_release(now_s)
+            self._note_applied()
+            if self._driver.finished():
+                return ""
+            gave_up = self._must_give_up(now_s)
+            if gave_up:
+                _log.error("giving up: %s", gave_up)
+                return gave_up
+            self._stop.wait(TICK_S)
+        return ""
+
+    def _enforce_release(self, now_s: float) -> None:
+        """End workers that still hold a lease long after it was taken back."""
+        assert self._workers is not None  # noqa: S101
+        published = self._discovery.published.leases
+        if not published:
+            return
+        for worker in self._workers.alive():
+            lease_id = worker.lease.lease_id
+            if lease_id in published:
+                self._withdrawn_since_s.pop(lease_id, None)
+            elif now_s - self._withdrawn_since_s.setdefault(lease_id, now_s) >= self._release_grace_s:
+                if worker.kill_at_s is None:
+                    _log.warning("worker %s does not leave; ending it", lease_id)
+                self._workers.end(worker, now_s, STOP_GRACE_S)
+
+    def _note_applied(self) -> None:
+        """Report the generation that workers train at, once those that can be seen have entered it."""
+        generation = self._discovery.generation_of(self._assigned) if self._assigned else 0
+        if generation == self._generation_applied or self._workers is None:
+            return
+        assigned = [worker for worker in self._workers.all() if worker.lease.lease_id in self._assigned]
+        for worker in assigned:
+            if worker.remote:
+                continue
+            counters = read_counters(worker.folder.counters, os.getuid())
+            if counters is None:
+                return
+            if counters.measurable and (counters.world_entered_s or 0.0) < self._assigned_s:
+                return
+        self._generation_applied = generation
+        self._report()
+
+    def _must_give_up(self, now_s: float) -> str:
+        """Return why Horovod will not get out of this by itself, or an empty string."""
+        assert self._workers is not None  # noqa: S101
+        alive = self._workers.alive()
+        if not alive:
+            if self._alone_since_s is None:
+                self._alone_since_s = now_s
+            if now_s - self._alone_since_s >= NO_WORKER_PATIENCE_S:
+                return "no worker lives and Horovod did not conclude"
+            return ""
+        self._alone_since_s = None
+        for worker in self._workers.all():
+            if worker.alive or worker.ended_by_launcher or worker.lease.lease_id not in self._assigned:
+                continue
+            steps, measurable, joined = self._workers.progress(worker)
+            if measurable and not joined and not steps and now_s - worker.ended_s >= JOIN_PATIENCE_S:
+                return (
+                    f"worker {worker.lease.lease_id} ended with exit code {worker.exit_code} "
+                    "before it joined the others, which wait for it"
+                )
+        return ""
+
+    def _living(self) -> frozenset[str]:
+        workers = self._workers
+        return frozenset(worker.lease.lease_id for worker in workers.alive()) if workers else frozenset()
+
+    # ------------------------------------------------------------------------------ the end
+
+    def _end_all(self, grace_s: float) -> None:
+        """End every worker and wait until they have ended; a driver that was done wants the same."""
+        if self._workers is None:
+            return
+        self._workers.close()
+        for worker in self._workers.alive():
+            self._workers.end(worker, time.time(), grace_s)
+        while self._workers.alive():
+            self._workers.watch(time.time())
+            time.sleep(TICK_S / 4)
+
+    def _judge(self, gave_up: str) -> Verdict:
+        assert self._workers is not None  # noqa: S101
+        assigned = self._assigned
+        return judge(
+            [
+                self._workers.describe_end(worker, in_last_world=worker.lease.lease_id in assigned)
+                for worker in self._workers.all()
+            ],
+            gave_up,
+        )
+
+    def _disconnect(self) -> None:
+        """Stop Horovod's threads, for a while; they are daemons, so the process ends in any case."""
+        if self._driver is None or self._driver.finished():
+            return
+        stopper = threading.Thread(target=self._driver.stop, daemon=True)
+        stopper.start()
+        stopper.join(DISCONNECT_S)
+
+    def _report(self, verdict: Verdict | None = None) -> None:
+        with self._status_lock:
+            status = LauncherStatus(
+                job_id=self._spec.job_id,
+                attempt=self._attempt,
+                state=verdict.state if verdict else self._state,
+                pid=os.getpid(),
+                generation_applied=self._generation_applied,
+                exit_code=verdict.exit_code if verdict else None,
+                code=verdict.code if verdict else "",
+                message=verdict.message if verdict else "",
+                updated_at_s=time.time(),
+            )
+            try:
+                write_atomic(self._job.launcher_json, encode(status))
+            except (HorowattError, OSError):
+                # The agent finds the state out by itself when this process has ended.
+                _log.exception("the launcher's state cannot be written")
+
+
+def _one_line(error: HorowattError) -> str:
+    return f"{error.message}: {error.because}" if error.because else error.message
+
+
+def _release_grace_s() -> float:
+    text = os.environ.get(RELEASE_GRACE_VARIABLE, "")
+    try:
+        return max(float(text), 0.0) if text else RELEASE_GRACE_S
+    except ValueError:
+        _log.warning("%s is not a number of seconds: %r", RELEASE_GRACE_VARIABLE, text)
+        return RELEASE_GRACE_S
+
+
+def lock_job(job: JobFolder) -> int:
+    """Take the launcher's lock for the life of this process; no worker inherits it.
+
+    Raises:
+        RetryLater: ``HW-JOB-008`` when another launcher of the job runs.
+    """
+    descriptor = os.open(job.launcher_lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    deadline_s = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline_s:
+                time.sleep(TICK_S / 4)
+                continue
+            os.close(descriptor)
+            raise RetryLater(
+                "HW-JOB-008",
+                "another launcher of this job runs",
+                because=f"{job.launcher_lock} is locked",
+                hint="wait for it to end, or stop the job",
+            ) from error
+        return descriptor
+
+
+def _log_to(path: Path) -> None:
+    """Send this process's output to the job's launcher log, Horovod's messages included."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the launcher; return 0 when the job finished, 1 when it did not, 125 when it was not tried."""
+    parser = argparse.ArgumentParser(prog="python -m horowatt.elastic.launcher")
+    parser.add_argument("job_dir", type=Path, help="the job's folder on this node")
+    parser.add_argument("--attempt", type=int, default=1, help="which start of the job this is")
+    parser.add_argument("--node", help="this node's name in the inventory")
+    options = parser.parse_args(argv)
+    job = JobFolder(options.job_dir.absolute())
+    try:
+        spec = decode(job.job_json.read_bytes(), LaunchSpec)
+        lock = lock_job(job)
+    except HorowattError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_REFUSED
+    except OSError as error:
+        sys.stderr.write(
+            f"{InvalidInput('HW-JOB-010', f'{job.root} is not a job folder', because=str(error))}\n"
+        )
+        return EXIT_REFUSED
+    _log_to(job.launcher_log)
+    launcher = Launcher(job, spec, options.attempt, options.node)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: launcher.stop())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    verdict = launcher.run()
+    _log.info("verdict: %s %s %s", verdict.state, verdict.code, verdict.message)
+    logging.shutdown()
+    os.close(lock)
+    # Handlers of requests that will never be answered are left to the kernel.
+    os._exit(0 if verdict.state is LauncherState.FINISHED else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

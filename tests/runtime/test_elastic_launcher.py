@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real jobs under the Horowatt launcher: real Horovod processes, resized by publishing slots files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horowatt.elastic.counters import Counters, is_held, read_counters
+from horowatt.elastic.folder import JobFolder
+from horowatt.elastic.hostfile import publish
+from horowatt.records import (
+    BatchRule,
+    LauncherKind,
+    LauncherState,
+    LauncherStatus,
+    LaunchSpec,
+    Lease,
+    SlotsFile,
+)
+from horowatt.wire import decode
+
+PATIENCE_S = 150.0
+"""Only how long a broken test waits; nothing is asserted about time."""
+ENDED = frozenset({LauncherState.FINISHED, LauncherState.FAILED, LauncherState.LOST, LauncherState.STOPPED})
+
+TRAIN = """
+import atexit, json, os, sys, time
+import horovod.torch as hvd
+import torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+SAMPLES, BATCH, PAUSE_S = 60, 4, float(os.environ.get("PAUSE_S", "0.02"))
+lease = os.environ["HOROWATT_LEASE_ID"]
+Path(f"pid-{lease}").write_text(str(os.getpid()))
+atexit.register(lambda: Path(f"atexit-{lease}").write_text("ran"))
+
+class Numbers(Dataset):
+    def __len__(self): return SAMPLES
+    def __getitem__(self, index): return torch.full((4,), float(index)), index
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+data = Numbers()
+sampler = hvd.elastic.ElasticSampler(data, seed=3)
+loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batches=0)
+seen = open(f"seen-{lease}", "a", buffering=1)
+
+@hvd.elastic.run
+def train(state):
+    while True:
+        for number, (x, index) in enumerate(loader):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            sampler.record_batch(number, len(index))
+            state.batches += 1
+            record = {"epoch": state.epoch, "batches": state.batches, "indices": index.tolist()}
+            seen.write(json.dumps(record) + "\\n")
+            time.sleep(PAUSE_S)
+            if os.environ.get("UPDATES_ONLY"):
+                state.check_host_updates()
+            elif not os.environ.get("NEVER_COMMIT"):
+                state.commit()
+        state.epoch += 1
+        sampler.set_epoch(state.epoch)
+        if not os.environ.get("NEVER_COMMIT"):
+            state.commit()
+        if hvd.broadcast_object(Path("stop").exists()):
+            break
+
+train(state)
+weights = hvd.allgather(torch.cat([p.detach().flatten() for p in model.parameters()])[None])
+assert all(torch.equal(row, weights[0]) for row in weights), weights
+if hvd.rank() == 0:
+    print("identical on", len(weights), flush=True)
+"""
+
+
+class Job:
+    """One job in a temporary folder, and its launcher."""
+
+    def __init__(self, tmp_path: Path, name: str = "job") -> None:
+        self.work = tmp_path / "work"
+        self.work.mkdir()
+        self.folder = JobFolder(tmp_path / name)
+        self.folder.root.mkdir(mode=0o700)
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self.spec: LaunchSpec | None = None
+        self._generation = 0
+
+    def describe(
+        self,
+        *command: str,
+        environment: Mapping[str, str] | None = None,
+        min_width: int = 1,
+        max_width: int = 4,
+    ) -> None:
+        self.spec = LaunchSpec(
+            job_id="j",
+            name="j",
+            tenant="t",
+            uid=os.getuid(),
+            gid=os.getgid(),
+            username="u",
+            launcher=LauncherKind.HOROWATT,
+            command=command,
+            environment={"OMP_NUM_THREADS": "1", **(environment or {})},
+            working_dir=str(self.work),
+            virtual_env=None,
+            min_width=min_width,
+            max_width=max_width,
+            batch_rule=BatchRule.PER_WORKER,
+            batch_size=None,
+        )
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        (self.work / name).write_text(textwrap.dedent(text))
+        return name
+
+    def publish(self, *lease_ids: str) -> int:
+        assert self.spec is not None
+        self._generation += 1
+        leases = tuple(
+            Lease(
+                lease_id=lease_id,
+                job_id="j",
+                node="n",
+                address="127.0.0.1",
+                gpu_uuid=f"GPU-{lease_id}",
+                gpu_type="t",
+                slot_index=index,
+                simulated=False,
+            )
+            for index, lease_id in enumerate(lease_ids)
+        )
+        slots = SlotsFile(
+            job_id="j",
+            generation=self._generation,
+            uid=os.getuid(),
+            leases=leases,
+            published_at_s=time.time(),
+        )
+        publish(self.folder, self.spec, slots, os.getuid(), os.getgid())
+        return self._generation
+
+    def start(self, attempt: int = 1, **environment: str) -> subprocess.Popen[bytes]:
+        self.launcher = subprocess.Popen(
+            [sys.executable, "-m", "horowatt.elastic.launcher", self.folder.root, "--attempt", str(attempt)],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+        )
+        return self.launcher
+
+    def status(self) -> LauncherStatus | None:
+        try:
+            return decode(self.folder.launcher_json.read_bytes(), LauncherStatus)
+        except FileNotFoundError:
+            return None
+
+    def wait_until(self, what: str, true: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not true():
+            status = self.status()
+            over = status is not None and status.state in ENDED
+            if time.monotonic() > deadline_s or (over and not true()):
+                pytest.fail(f"{what} did not happen\n{self.story()}")
+            time.sleep(0.05)
+
+    def wait_applied(self, generation: int) -> None:
+        """Wait until the workers train at a generation: they are in its world, and made a step there."""
+
+        def applied() -> bool:
+            status = self.status()
+            if status is None or status.generation_applied != generation:
+                return False
+            slots = decode(self.folder.slots_json.read_bytes(), SlotsFile)
+            found = [self.counters(lease.lease_id) for lease in slots.leases]
+            return any(counters is not None and counters.first_step_end_s for counters in found)
+
+        self.wait_until(f"generation {generation}", applied)
+
+    def end(self) -> LauncherStatus:
+        assert self.launcher is not None
+        self.launcher.wait(PATIENCE_S)
+        status = self.status()
+        assert status is not None
+        assert status.state in ENDED, self.story()
+        return status
+
+    def counters(self, lease_id: str) -> Counters | None:
+        return read_counters(self.folder.lease(lease_id).counters, os.getuid())
+
+    def held(self) -> set[str]:
+        leases = self.folder.leases
+        return (
+            {entry.name for entry in leases.iterdir() if is_held(entry / "lock")}
+            if leases.exists()
+            else set()
+        )
+
+    def exit_code(self, lease_id: str) -> int:
+        code = json.loads(self.folder.lease(lease_id).exit_json.read_text())["exit_code"]
+        assert isinstance(code, int)
+        return code
+
+    def output(self, lease_id: str) -> str:
+        return self.folder.lease(lease_id).output_log.read_text()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = self.folder.events.read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+    def story(self) -> str:
+        logs = [self.folder.launcher_json, self.folder.launcher_log, self.folder.events]
+        logs += sorted(self.folder.leases.glob("*/output.log"))
+        return "\n".join(f"--- {log}\n{log.read_text()}" for log in logs if log.exists())
+
+    def stop_training(self) -> None:
+        (self.work / "stop").touch()
+
+    def clean_up(self) -> None:
+        if self.launcher is not None and self.launcher.poll() is None:
+            self.launcher.terminate()
+            try:
+                self.launcher.wait(30)
+            except subprocess.TimeoutExpired:
+                self.launcher.kill()
+                self.launcher.wait()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.clean_up()
+
+
+def _train(job: Job, *leases: str, **environment: str) -> None:
+    job.describe("python", job.script(TRAIN), environment=environment)
+    job.publish(*leases)
+
+
+def _check_data(job: Job) -> None:
+    """Each epoch that was trained to its end saw every sample, and only padding twice."""
+    epochs: dict[int, Counter[int]] = defaultdict(Counter)
+    for path in job.work.glob("seen-*"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            epochs[record["epoch"]].update(record["indices"])
+    assert len(epochs) >= 2
+    # Horovod's sampler makes shares equal: at most width - 1 extra samples each time it deals, and it
+    # deals once per epoch and once more for each resize that hits the epoch.
+    for epoch, counts in epochs.items():
+        assert set(counts) == set(range(60)), (epoch, counts)
+        assert sum(counts.values()) - 60 <= 2 * 4, (epoch, counts)
+
+
+@pytest.mark.horovod
+def test_a_job_grows_and_shrinks_while_it_trains(job: Job) -> None:
+    """1, 2, 3, 1 workers: nothing is trained twice or left out, replicas agree, leavers leave in order."""
+    _train(job, "a")
+    job.start()
+    job.wait_applied(1)
+    assert job.held() == {"a"}
+    job.wait_applied(job.publish("a", "b"))
+    assert job.held() == {"a", "b"}
+    job.wait_applied(job.publish("a", "b", "c"))
+    assert job.held() == {"a", "b", "c"}
+    job.wait_applied(job.publish("c"))
+    job.wait_until("release", lambda: job.held() == {"c"})
+    for leaver in ("a", "b"):
+        assert job.exit_code(leaver) == 0
+        assert (job.work / f"atexit-{leaver}").read_text() == "ran"
+        assert "slot was taken back" in job.output(leaver)
+    job.stop_training()
+    status = job.end()
+    assert (status.state, status.exit_code, status.generation_applied) == (LauncherState.FINISHED, 0, 4)
+    assert job.held() == set()
+    assert "identical on 1" in job.output("c")
+    _check_data(job)
+    for lease_id in ("a", "b", "c"):
+        counters = job.counters(lease_id)
+        assert counters is not None
+        records = [json.loads(line) for line in (job.work / f"seen-{lease_id}").read_text().splitlines()]
+        assert counters.steps == len(records)
+        assert counters.samples == sum(len(record["indices"]) for record in records)
+        assert counters.epoch_samples == 60
+    assert [(event["generation"], event["width"]) for event in job.events("published")] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 1),
+    ]
+    assert Counter(event["world_size"] for event in job.events("world")) == {1: 2, 2: 2, 3: 3}
+    resumed = [event for event in job.events("resumed") if event["world_size"] == 2]
+    assert {event["lease_id"]: event["last_step_end_s"] is None for event in resumed} == {
+        "a": False,
+        "b": True,
+    }
+    assert all(event["first_step_end_s"] > (event["last_step_end_s"] or 0) for event in resumed)
+    assert {event["lease_id"]: event["exit_code"] for event in job.events("worker-exit")} == dict.fromkeys(
+        "abc", 0
+    )
+
+
+@pytest.mark.horovod
+def test_updates_without_commits_rewind_nothing_and_replicas_agree(job: Job) -> None:
+    """A script that only asks for updates keeps its place, and weight decay does not split replicas."""
+    _train(job, "a", UPDATES_ONLY="1")
+    job.start()
+    job.wait_applied(1)
+    job.wait_applied(job.publish("a", "b"))
+    job.wait_applied(job.publish("b"))
+    job.wait_applied(job.publish("b", "c"))
+    job.stop_training()
+    assert job.end().state is LauncherState.FINISHED
+    assert "identical on 2" in job.output("b")
+    for lease_id in ("a", "b", "c"):
+        lines = (job.work / f"seen-{lease_id}").read_text().splitlines()
+        batches = [json.loads(line)["batches"] for line in lines]
+        assert batches == list(range(batches[0], batches[0] + len(batches)))
+    _check_data(job)
+
+
+@pytest.mark.horovod
+def test_the_job_goes_on_when_one_worker_is_killed(job: Job) -> None:
+    """One of two workers killed: the other trains on, the lease is free, a new one joins."""
+    _train(job, "a", "b")
+    job.start()
+    job.wait_applied(1)
+    os.kill(int((job.work / "pid-a").read_text()), signal.SIGKILL)
+    job.wait_until(
+        "recovery",
+        lambda: any(event["lease_id"] == "b" and event["world_size"] == 1 for event in job.events("resumed")),
+    )
+    assert job.held() == {"b"}
+    assert job.exit_code("a") == -signal.SIGKILL
+    job.wait_applied(job.publish("b", "c"))
+    job.stop_training()
+    status = job.end()
+    assert (status.state, status.exit_code) == (LauncherState.FINISHED, 0)
+    assert "identical on 2" in job.output("b")
+
+
+@pytest.mark.horovod
+def test_killing_the_launcher_leaves_no_worker_behind(job: Job) -> None:
+    """A launcher killed outright frees every lease, and the next attempt may start on the same ones."""
+    _train(job, "a", "b")
+    job.start()
+    job.wait_applied(1)
+    assert job.launcher is not None
+    job.launcher.kill()
+    job.launcher.wait()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while job.held() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert job.held() == set()
+    assert not is_held(job.folder.launcher_lock)
+    job.stop_training()
+    job.start(attempt=2)
+    status = job.end()
+    assert (status.state, status.attempt) == (LauncherState.FINISHED, 2)
+
+
+@pytest.mark.horovod
+def test_a_job_that_is_stopped_ends_in_order(job: Job) -> None:
+    """SIGTERM ends the workers and then the launcher, which says that it was stopped."""
+    _train(job, "a", "b")
+    job.start()
+    job.wait_applied(1)
+    second = subprocess.run(
+        [sys.executable, "-m", "horowatt.elastic.launcher", job.folder.root],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert (second.returncode, "error[HW-JOB-008]" in second.stderr) == (125, True)
+    assert job.launcher is not None
+    job.launcher.terminate()
+    assert job.end().state is LauncherState.STOPPED
+    assert job.held() == set()
+
+
+@pytest.mark.horovod
+def test_a_newcomer_that_fails_does_not_hang_the_job(job: Job) -> None:
+    """Old workers wait for a newcomer that crashed at import: the job is lost soon, to run again."""
+    job.describe(
+        "python",
+        job.script("import os\nif os.environ['HOROWATT_LEASE_ID'] == 'bad':\n    import nowhere\n" + TRAIN),
+    )
+    job.publish("a")
+    job.start(HOROVOD_GLOO_TIMEOUT_SECONDS="600")
+    job.wait_applied(1)
+    job.publish("a", "bad")
+    status = job.end()
+    assert (status.state, status.code) == (LauncherState.LOST, "HW-JOB-006")
+    assert "No module named 'nowhere'" in status.message
+    assert job.held() == set()
+
+
+@pytest.mark.horovod
+def test_a_worker_that_does_not_leave_is_ended(job: Job) -> None:
+    """A script that never looks for updates loses its withdrawn worker after a grace period."""
+    _train(job, "a", "b", NEVER_COMMIT="1", PAUSE_S="0.01")
+    job.start(HOROWATT_RELEASE_GRACE_S="1")
+    job.wait_applied(1)
+    job.publish("b")
+    job.wait_until("release", lambda: job.held() == {"b"})
+    assert job.exit_code("a") == -signal.SIGTERM
+    job.wait_until("recovery", lambda: any(event["world_size"] == 1 for event in job.events("resumed")))
+    job.stop_training()
+    assert job.end().state is LauncherState.FINISHED
+
+
+def _run(job: Job, *command: str, leases: tuple[str, ...] = ("a",), **environment: str) -> LauncherStatus:
+    job.describe(*command, environment=environment)
+    job.publish(*leases)
+    job.start()
+    return job.end()
+
+
+@pytest.mark.horovod
+def test_a_script_that_crashes_at_import_has_failed(job: Job) -> None:
+    """Every worker raises: the job failed, and the message ends with the exception."""
+    status = _run(job, "python", job.script("import nowhere"), leases=("a", "b"))
+    assert (status.state, status.code, status.exit_code) == (LauncherState.FAILED, "HW-JOB-005", 1)
+    assert status.message.endswith("ModuleNotFoundError: No module named 'nowhere'")
+    (failed,) = job.events("failed")
+    assert failed["traceback"].startswith("Traceback")
+    assert failed["lease_id"] in ("a", "b")
+    assert "horowatt" not in failed["traceback"]
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize(
+    ("command", "content", "code", "exit_code"),
+    [
+        (("python", "absent.py"), None, "HW-JOB-001", 127),
+        (("no-such-program",), None, "HW-JOB-001", 127),
+        (("python", "train.py"), "#!/bin/sh\necho hello there\n", "HW-JOB-002", 126),
+        (("python", "train.py"), "print('nothing to do')", "HW-JOB-004", 0),
+        (("python", "train.py"), "raise SystemExit(42)", "HW-JOB-005", 42),
+    ],
+)
+def test_a_bad_script_fails_with_a_clear_reason(
+    job: Job, command: tuple[str, ...], content: str | None, code: str, exit_code: int
+) -> None:
+    """Missing, not Python, without training, with an exit code of its own: each is told apart."""
+    if content is not None:
+        job.script(content)
+    status = _run(job, *command)
+    assert (status.state, status.code, status.exit_code) == (LauncherState.FAILED, code, exit_code)
+    assert status.message
+    assert job.held() == set()
+
+
+@pytest.mark.horovod
+def test_a_missing_environment_fails_before_anything_runs(job: Job) -> None:
+    """A working directory that is not there is a reason of its own."""
+    job.describe("python", "t.py")
+    job.publish("a")
+    job.work.rmdir()
+    job.start()
+    status = job.end()
+    assert (status.state, status.code) == (LauncherState.FAILED, "HW-JOB-003")
+
+
+@pytest.mark.horovod
+def test_no_shell_ever_sees_a_name(tmp_path: Path) -> None:
+    """Spaces, quotes, ';' and '$()' in folders, scripts, arguments and variables arrive as they are."""
+    nasty = "a b'c\"d;$(touch pwned) `touch pwned`"
+    job = Job(tmp_path, name=nasty)
+    try:
+        name = job.script("import os, sys; print([sys.argv, os.environ['NASTY']])", f"{nasty}.py")
+        status = _run(job, "python", name, nasty, "", "--x=$HOME", NASTY=nasty)
+        assert status.code == "HW-JOB-004", job.story()
+        assert job.output("a").strip() == str([[name, nasty, "", "--x=$HOME"], nasty])
+        assert not list(tmp_path.rglob("pwned"))
+    finally:
+        job.clean_up()
+
+
+@pytest.mark.horovod
+def test_a_program_that_is_not_python_is_run_unmeasured(job: Job) -> None:
+    """Exit code 0 of a program whose steps cannot be counted is a job that finished."""
+    assert _run(job, "env").state is LauncherState.FINISHED
+    assert "CUDA_VISIBLE_DEVICES=GPU-a" in job.output("a")
+    assert "HOROVOD_HOSTNAME=a" in job.output("a")
+
+
+@pytest.mark.horovod
+def test_what_a_worker_leaves_behind_is_ended(job: Job) -> None:
+    """A slot is not free while a child of its worker runs, so such children end with the worker."""
+    job.script("import subprocess; print(subprocess.Popen(['sleep', '600'], close_fds=False).pid)")
+    _run(job, "python", "train.py")
+    child = int(job.output("a"))
+    assert job.held() == set()
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
