@@ -89,7 +89,7 @@ def test_widths_that_mean_nothing_are_refused_with_why(text: str, why: str) -> N
     """Each has the same code, and its own reason."""
     with pytest.raises(InvalidInput) as refused:
         parse_widths(text)
-    assert refused.value.code == "HW-JOB-005"
+    assert refused.value.code == "HW-SPEC-005"
     assert why in refused.value.because
 
 
@@ -105,37 +105,37 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "says"),
     [
-        ({"command": ()}, "HW-JOB-001", "no command"),
-        ({"command": ("  ",)}, "HW-JOB-001", "no command"),
-        ({"command": ("python", "a\0b")}, "HW-JOB-001", "NUL"),
-        ({"name": ""}, "HW-JOB-002", "name"),
-        ({"name": "a\nb"}, "HW-JOB-002", "name"),
-        ({"name": "x" * 129}, "HW-JOB-002", "name"),
-        ({"working_dir": "src"}, "HW-JOB-003", "'src' is not an absolute path"),
-        ({"virtual_env": "venv"}, "HW-JOB-003", "virtual env"),
-        ({"environment": {"A=B": "c"}}, "HW-JOB-004", "A=B"),
-        ({"environment": {"": "c"}}, "HW-JOB-004", "environment"),
-        ({"environment": {"A": "c\0"}}, "HW-JOB-004", "'A'"),
-        ({"widths": "8-2"}, "HW-JOB-005", "8-2"),
-        ({"widths": "8,16"}, "HW-JOB-006", "at most 4 fits"),
-        ({"widths": "4", "gpu_types": ("A",)}, "HW-JOB-006", "there are 2 A"),
-        ({"widths": "4", "tenant": "all"}, "HW-JOB-006", "quota of tenant 'all' is 2"),
-        ({"batch_size": 0}, "HW-JOB-007", "0"),
-        ({"batch_size": 30, "batch_rule": BatchRule.TOTAL}, "HW-JOB-007", "--widths 1,2"),
-        ({"batch_size": 3, "batch_rule": BatchRule.TOTAL, "widths": "2,4"}, "HW-JOB-007", "per worker"),
-        ({"total_samples": 0}, "HW-JOB-008", "positive"),
-        ({"total_epochs": -1.0}, "HW-JOB-008", "positive"),
-        ({"total_epochs": float("nan")}, "HW-JOB-008", "positive"),
-        ({"total_epochs": 1.0, "total_samples": 5}, "HW-JOB-008", "twice"),
-        ({"deadline_s": NOW_S - 5}, "HW-JOB-009", "5 s ago"),
-        ({"deadline_s": float("inf")}, "HW-JOB-009", "no time"),
-        ({"wall_time_limit_s": 0.0}, "HW-JOB-009", "wall-time"),
-        ({"weight": 0.0}, "HW-JOB-010", "weight"),
-        ({"weight": float("nan")}, "HW-JOB-010", "weight"),
-        ({"weight": 1e9}, "HW-JOB-010", "1000"),
-        ({"flexibility": 1.5}, "HW-JOB-010", "flexibility"),
-        ({"gpu_types": ("H100",)}, "HW-JOB-011", "the cluster has A, V"),
-        ({"tenant": "nobody"}, "HW-JOB-012", "may submit for: all, t"),
+        ({"command": ()}, "HW-SPEC-001", "no command"),
+        ({"command": ("  ",)}, "HW-SPEC-001", "no command"),
+        ({"command": ("python", "a\0b")}, "HW-SPEC-001", "NUL"),
+        ({"name": ""}, "HW-SPEC-002", "name"),
+        ({"name": "a\nb"}, "HW-SPEC-002", "name"),
+        ({"name": "x" * 129}, "HW-SPEC-002", "name"),
+        ({"working_dir": "src"}, "HW-SPEC-003", "'src' is not an absolute path"),
+        ({"virtual_env": "venv"}, "HW-SPEC-003", "virtual env"),
+        ({"environment": {"A=B": "c"}}, "HW-SPEC-004", "A=B"),
+        ({"environment": {"": "c"}}, "HW-SPEC-004", "environment"),
+        ({"environment": {"A": "c\0"}}, "HW-SPEC-004", "'A'"),
+        ({"widths": "8-2"}, "HW-SPEC-005", "8-2"),
+        ({"widths": "8,16"}, "HW-SPEC-006", "at most 4 fits"),
+        ({"widths": "4", "gpu_types": ("A",)}, "HW-SPEC-006", "there are 2 A"),
+        ({"widths": "4", "tenant": "all"}, "HW-SPEC-006", "quota of tenant 'all' is 2"),
+        ({"batch_size": 0}, "HW-SPEC-007", "0"),
+        ({"batch_size": 30, "batch_rule": BatchRule.TOTAL}, "HW-SPEC-007", "--widths 1,2"),
+        ({"batch_size": 3, "batch_rule": BatchRule.TOTAL, "widths": "2,4"}, "HW-SPEC-007", "per worker"),
+        ({"total_samples": 0}, "HW-SPEC-008", "positive"),
+        ({"total_epochs": -1.0}, "HW-SPEC-008", "positive"),
+        ({"total_epochs": float("nan")}, "HW-SPEC-008", "positive"),
+        ({"total_epochs": 1.0, "total_samples": 5}, "HW-SPEC-008", "twice"),
+        ({"deadline_s": NOW_S - 5}, "HW-SPEC-009", "5 s ago"),
+        ({"deadline_s": float("inf")}, "HW-SPEC-009", "no time"),
+        ({"wall_time_limit_s": 0.0}, "HW-SPEC-009", "wall-time"),
+        ({"weight": 0.0}, "HW-SPEC-010", "weight"),
+        ({"weight": float("nan")}, "HW-SPEC-010", "weight"),
+        ({"weight": 1e9}, "HW-SPEC-010", "1000"),
+        ({"flexibility": 1.5}, "HW-SPEC-010", "flexibility"),
+        ({"gpu_types": ("H100",)}, "HW-SPEC-011", "the cluster has A, V"),
+        ({"tenant": "nobody"}, "HW-SPEC-012", "may submit for: all, t"),
     ],
 )
 def test_bad_requests_are_refused_with_what_would_do(change: dict[str, object], code: str, says: str) -> None:
@@ -152,7 +152,7 @@ def test_a_tenant_of_others_is_not_allowed_and_own_ones_are_named() -> None:
     """A user learns which tenants are open to it, and no names of others."""
     with pytest.raises(NotAllowed) as refused:
         taken(request(tenant="private"))
-    assert refused.value.code == "HW-JOB-013"
+    assert refused.value.code == "HW-SPEC-013"
     assert "all, t" in refused.value.because
     with pytest.raises(HorowattError) as nobody:
         taken(request(), replace(CLUSTER, tenants={"private": CLUSTER.tenants["private"]}))

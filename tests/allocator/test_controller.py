@@ -507,6 +507,26 @@ def test_a_withdrawn_slot_waits_for_the_launcher_to_know() -> None:
         cluster.step(AgentReported(report=replace(report, jobs=(told,))))
         return newest in cluster.state.leases
 
-    assert say(job.generation - 1, job.generation - 1)
     assert say(job.generation, job.generation - 1)
+    assert say(job.generation - 1, job.generation)
     assert not say(job.generation, job.generation)
+
+
+def test_a_pause_is_not_taken_for_a_slow_step() -> None:
+    """The first step of a new world ends after the pause; it says nothing of how long steps take."""
+    cluster = VirtualCluster({"n1": 1}, policy=QUICK)
+    job_id = cluster.submit(FOREVER, widths=(1,))
+    cluster.run(20)
+    step_s = cluster.job(job_id).step_s
+    report = cluster.make_report("n1")
+    lease = report.jobs[0].leases[0]
+    assert lease.last_step_end_s is not None
+    waiting = replace(lease, first_step_end_s=None)
+    resumed_s = lease.last_step_end_s + 9.0
+    stepped = replace(waiting, steps=lease.steps + 1, first_step_end_s=resumed_s, last_step_end_s=resumed_s)
+    for seen in (lease, waiting, stepped):
+        jobs = (replace(report.jobs[0], leases=(seen,)),)
+        cluster.step(
+            AgentReported(report=replace(report, jobs=jobs, sent_at_s=report.sent_at_s + seen.steps))
+        )
+    assert cluster.job(job_id).step_s == step_s

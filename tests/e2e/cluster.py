@@ -169,7 +169,9 @@ class Cluster:
             if job["phase"] == phase:
                 return job
             if job["phase"] in {"finished", "failed", "cancelled"}:
-                raise AssertionError(f"{job_id} is {job['phase']}: {json.dumps(job['reason'])}\n{self.logs(job_id)}")
+                raise AssertionError(
+                    f"{job_id} is {job['phase']}: {json.dumps(job['reason'])}\n{self.logs(job_id)}"
+                )
             return None
 
         found = wait_for(reached, timeout_s=timeout_s, what=f"{job_id} to be {phase}")
@@ -203,7 +205,7 @@ class Cluster:
             process.wait()
 
     def job_processes(self) -> list[int]:
-        """Return the processes whose command line or environment names this cluster's folder."""
+        """Return the launchers and workers of this cluster: they are started with their job folder."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -212,7 +214,7 @@ class Cluster:
                 words = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if str(self.run_dir).encode() in words:
+            if str(self.run_dir / "jobs").encode() in words:
                 found.append(int(entry.name))
         return found
 

@@ -54,7 +54,11 @@ class Host:
         """Start a process on this host."""
         with log.open("ab") as output:
             process = subprocess.Popen(
-                self.command(arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                self.command(arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         self.processes.append(process)
         return process
@@ -109,7 +113,20 @@ def _network(hosts: list[Host]) -> None:
         (private_etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}\n")
     first, second = hosts
     # The two ends have different names, as interfaces of different machines have.
-    _ip("link", "add", "eth0", "netns", first.namespace, "type", "veth", "peer", "name", "ens1", "netns", second.namespace)
+    _ip(
+        "link",
+        "add",
+        "eth0",
+        "netns",
+        first.namespace,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "ens1",
+        "netns",
+        second.namespace,
+    )
     for host, interface in ((first, "eth0"), (second, "ens1")):
         _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", interface)
         _ip("-n", host.namespace, "link", "set", interface, "up")
@@ -139,7 +156,9 @@ def _ssh(hosts: list[Host], folder: Path) -> None:
 
         def reachable(source: Host = source, target: Host = target) -> bool:
             done = subprocess.run(
-                source.command(["ssh", "-o", "BatchMode=yes", target.address, "true"]), capture_output=True, check=False
+                source.command(["ssh", "-o", "BatchMode=yes", target.address, "true"]),
+                capture_output=True,
+                check=False,
             )
             return done.returncode == 0
 

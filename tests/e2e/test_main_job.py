@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job with real parts: submit, size, resize live, account for every joule."""
 
+import itertools
 import os
 import re
 import sqlite3
@@ -47,7 +48,9 @@ class OwnerWatch:
                 assert other == slots.job_id, f"{lease.gpu_uuid} is published for {other} and {slots.job_id}"
                 if is_held(folder.lease(lease.lease_id).lock):
                     owner = alive.setdefault(lease.gpu_uuid, lease.lease_id)
-                    assert owner == lease.lease_id, f"{lease.gpu_uuid} is held by {owner} and {lease.lease_id}"
+                    assert owner == lease.lease_id, (
+                        f"{lease.gpu_uuid} is held by {owner} and {lease.lease_id}"
+                    )
             seen = self.widths.setdefault(slots.job_id, [])
             if not seen or seen[-1] != len(slots.leases):
                 seen.append(len(slots.leases))
@@ -107,8 +110,8 @@ def test_two_tenants_share_four_gpus_live(cluster: Cluster) -> None:
     watch.until(ended(cluster, first), 200, "the first job to finish")
 
     widths = watch.widths[first]
-    assert any(b > a for a, b in zip(widths, widths[1:], strict=False)), widths
-    assert any(b < a for a, b in zip(widths, widths[1:], strict=False)), widths
+    assert any(b > a for a, b in itertools.pairwise(widths)), widths
+    assert any(b < a for a, b in itertools.pairwise(widths)), widths
     assert watch.looks > 100
     assert accuracy(cluster.logs(first)) > 0.93
     assert accuracy(cluster.logs(second)) > 0.90
@@ -124,7 +127,7 @@ def test_two_tenants_share_four_gpus_live(cluster: Cluster) -> None:
 
 
 def test_service_killed_while_jobs_train(cluster: Cluster) -> None:
-    """kill -9 of the service: the job trains on, is picked up again, finishes; no joule is lost."""
+    """Kill -9 of the service: the job trains on, is picked up again, finishes; no joule is lost."""
     job_id = cluster.submit(
         "--name", "survivor", "--tenant", "vision", "--min", "1", "--max", "2", "--batch-size", "64",
         "--epochs", "40", "--", sys.executable, str(MLP), "--epochs", "40",
@@ -153,7 +156,7 @@ def test_service_killed_while_jobs_train(cluster: Cluster) -> None:
 
 
 def test_agent_killed_while_jobs_train(cluster: Cluster) -> None:
-    """kill -9 of the agent: the job trains on and the counters bridge the gap to the same holder."""
+    """Kill -9 of the agent: the job trains on and the counters bridge the gap to the same holder."""
     job_id = cluster.submit(
         "--name", "bridged", "--tenant", "speech", "--min", "2", "--max", "2", "--batch-size", "64",
         "--epochs", "30", "--", sys.executable, str(MLP), "--epochs", "30",
@@ -182,7 +185,7 @@ def assert_no_hole(cluster: Cluster) -> None:
         by_gpu.setdefault(row["gpu_uuid"], []).append(row)
     for uuid, intervals in by_gpu.items():
         intervals.sort(key=lambda row: row["start_s"])
-        for a, b in zip(intervals, intervals[1:], strict=False):
+        for a, b in itertools.pairwise(intervals):
             assert b["start_s"] == pytest.approx(a["end_s"], abs=1e-6), f"hole or overlap on {uuid}"
 
 
@@ -206,7 +209,9 @@ def test_attached_job_under_users_own_horovodrun(cluster: Cluster, tmp_path: Pat
         "--", sys.executable, str(probe),
     )  # fmt: skip
     script = cluster.run_dir / "jobs" / job_id / "discover.sh"
-    wait_for(lambda: script.exists() and (script.parent / "hostfile").exists(), timeout_s=30, what="the slots")
+    wait_for(
+        lambda: script.exists() and (script.parent / "hostfile").exists(), timeout_s=30, what="the slots"
+    )
     bin_dir = Path(sys.executable).parent
     done = subprocess.run(
         [
@@ -221,7 +226,9 @@ def test_attached_job_under_users_own_horovodrun(cluster: Cluster, tmp_path: Pat
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    mine = {lease.gpu_uuid for lease in wire.decode((script.parent / "slots.json").read_bytes(), SlotsFile).leases}
+    mine = {
+        lease.gpu_uuid for lease in wire.decode((script.parent / "slots.json").read_bytes(), SlotsFile).leases
+    }
     seen = [set(line.split("SEES ")[1].split(",")) for line in done.stdout.splitlines() if "SEES " in line]
     assert len(seen) == 2, done.stdout
     assert all(gpus <= mine for gpus in seen)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two hosts with their own names, addresses, interfaces, sshd and agents share one cluster."""
 
+import itertools
 import re
 import sys
 import tempfile
@@ -57,7 +58,9 @@ def test_a_job_grows_over_two_hosts_and_shrinks_back() -> None:
                     "--name", "wide", "--tenant", "vision", "--min", "1", "--max", "4", "--batch-size", "64",
                     "--epochs", "70", "--", sys.executable, str(MLP), "--epochs", "70",
                 )  # fmt: skip
-                wait_for(lambda: cluster.job(wide)["width"] == 4, timeout_s=120, what="the job to span both hosts")
+                wait_for(
+                    lambda: cluster.job(wide)["width"] == 4, timeout_s=120, what="the job to span both hosts"
+                )
                 wait_for(lambda: cluster.job(wide)["rate_per_s"], timeout_s=90, what="a rate at this width")
                 late = cluster.submit(
                     "--name", "late", "--tenant", "search", "--min", "2", "--max", "2", "--batch-size", "64",
@@ -67,7 +70,7 @@ def test_a_job_grows_over_two_hosts_and_shrinks_back() -> None:
                 done = cluster.wait_phase(wide, "finished", 240)
                 widths = [generation["width"] for generation in done["generations"]]
                 assert max(widths) == 4, widths
-                assert any(b < a for a, b in zip(widths, widths[1:], strict=False)), widths
+                assert any(b < a for a, b in itertools.pairwise(widths)), widths
                 assert done["attempt"] == 1
                 report = cluster.energy()
                 assert report["sum_error"] <= 0.001

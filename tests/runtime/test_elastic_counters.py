@@ -60,6 +60,25 @@ def test_no_samples_are_not_zero_samples(tmp_path: Path) -> None:
     assert (unknown.samples, known.samples) == (None, 0)
 
 
+def test_very_short_steps_are_shown_together(tmp_path: Path) -> None:
+    """The first step of a world is shown at once, steps of a millisecond a little later, none is lost."""
+    writer = CountersWriter(tmp_path / "c")
+    shown = []
+    for number in range(1, 101):
+        writer.step(1000.0 + number / 1000, 2)
+        read = read_counters(tmp_path / "c", UID)
+        assert read is not None
+        assert number - read.steps <= 21
+        shown.append(read.steps)
+    assert shown[0] == 1
+    assert len(set(shown)) < 10
+    writer.enter_world(0, 2, 1001.0)
+    writer.step(1000.11, 2)
+    read = read_counters(tmp_path / "c", UID)
+    assert read is not None
+    assert (read.steps, read.samples, read.first_step_end_s) == (101, 202, 1000.11)
+
+
 def test_a_reader_never_mixes_two_updates(tmp_path: Path) -> None:
     """While a worker counts as fast as it can, what is read always fits together."""
     writer = CountersWriter(tmp_path / "c")

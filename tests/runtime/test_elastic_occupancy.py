@@ -59,20 +59,26 @@ def _simulate(library: Path, state: Path, clock_s: float | None) -> dict[str, st
 
 @pytest.fixture
 def slept_s(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What steps waited, on a simulation whose clock stands still."""
+    """What steps waited, on a simulation and a host whose clocks stand still."""
     for name, value in _simulate(library, tmp_path / "state", 0.0).items():
         monkeypatch.setenv(name, value)
     waits: list[float] = []
-    monkeypatch.setattr(occupancy.time, "sleep", waits.append)
+    monkeypatch.setattr(occupancy, "_sleep", waits.append)
+    monkeypatch.setattr(occupancy, "_now_s", lambda: 0.0)
     return waits
 
 
 def test_a_step_waits_for_its_work_and_its_communication(slept_s: list[float]) -> None:
     """6 operations per parameter and sample, and 2(n-1)/n times 4 bytes per parameter."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(10, 10))], lr=0.1)
-    SimulatedOccupancy(SimulatedGpu(UUID), lambda: 1).after_step(optimizer, 32)
+    alone = SimulatedOccupancy(SimulatedGpu(UUID), lambda: 1)
+    alone.after_step(optimizer, 32)
+    assert slept_s == [], "the host prepares the next step while the GPU works"
+    alone.close()
     assert slept_s == [pytest.approx(6 * 100 * 32 / SPEED_FLOP_PER_S)]
-    SimulatedOccupancy(SimulatedGpu(UUID), lambda: 4).after_step(optimizer, 8)
+    together = SimulatedOccupancy(SimulatedGpu(UUID), lambda: 4)
+    together.after_step(optimizer, 8)
+    together.close()
     assert slept_s[1] == pytest.approx(6 * 100 * 8 / SPEED_FLOP_PER_S + 1.5 * 4 * 100 / LINK_BYTES_PER_S)
 
 
@@ -82,6 +88,7 @@ def test_unknown_samples_are_said_once(slept_s: list[float], capsys: pytest.Capt
     gpu = SimulatedOccupancy(SimulatedGpu(UUID), lambda: 1)
     gpu.after_step(optimizer, None)
     gpu.after_step(optimizer, None)
+    gpu.close()
     assert slept_s == [pytest.approx(6 * 50 / SPEED_FLOP_PER_S)] * 2
     assert capsys.readouterr().err.count("declare a batch size") == 1
 
@@ -89,7 +96,9 @@ def test_unknown_samples_are_said_once(slept_s: list[float], capsys: pytest.Capt
 def test_a_step_without_new_samples_only_communicates(slept_s: list[float]) -> None:
     """The second optimizer of a batch does not compute the batch again."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(50))], lr=0.1)
-    SimulatedOccupancy(SimulatedGpu(UUID), lambda: 2).after_step(optimizer, 0)
+    gpu = SimulatedOccupancy(SimulatedGpu(UUID), lambda: 2)
+    gpu.after_step(optimizer, 0)
+    gpu.close()
     assert slept_s == [pytest.approx(4 * 50 / LINK_BYTES_PER_S)]
 
 

@@ -45,7 +45,7 @@ def step(batch):
 
 
 def _count(tmp_path: Path, body: str, declared: str = "None") -> Counters:
-    script = PRELUDE.format(declared=declared) + textwrap.dedent(body)
+    script = PRELUDE.format(declared=declared) + textwrap.dedent(body) + "\nmeter._counters.close()\n"
     subprocess.run([sys.executable, "-c", script, tmp_path / "counters"], check=True, timeout=120)
     counters = read_counters(tmp_path / "counters", os.getuid())
     assert counters is not None

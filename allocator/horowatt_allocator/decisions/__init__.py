@@ -3,4 +3,7 @@
 
 Order of the data: :mod:`estimates` -> :mod:`columns` -> :mod:`program` -> :mod:`placement`, driven by
 :mod:`controller`. :mod:`admission` stands before it, :mod:`ledger` beside it.
+
+The one exception is behind the ``solve`` argument of ``controller.step``: ``program.solve`` runs a solver
+as a child process, with temporary files and a time limit.
 """

@@ -43,10 +43,10 @@ def admit(
         now: Unix time, seconds.
 
     Raises:
-        InvalidInput: ``HW-JOB-001`` command, ``002`` name, ``003`` folder, ``004`` environment, ``005``
+        InvalidInput: ``HW-SPEC-001`` command, ``002`` name, ``003`` folder, ``004`` environment, ``005``
             widths as text, ``006`` widths that can never fit, ``007`` batch, ``008`` total work, ``009``
             deadline or wall time, ``010`` weight or flexibility, ``011`` GPU type, ``012`` tenant unknown.
-        NotAllowed: ``HW-JOB-013`` when the user may not submit for the tenant.
+        NotAllowed: ``HW-SPEC-013`` when the user may not submit for the tenant.
     """
     _check_command(request)
     _check_place(request)
@@ -92,7 +92,7 @@ def parse_widths(text: str) -> tuple[int, ...]:
     ``1-64:pow2`` the powers of two in a range.
 
     Raises:
-        InvalidInput: ``HW-JOB-005``.
+        InvalidInput: ``HW-SPEC-005``.
     """
     text = text.strip()
     if ranged := _RANGE.fullmatch(text):
@@ -125,7 +125,7 @@ def _range(text: str, low: int, high: int, step: str | None) -> tuple[int, ...]:
 
 def _widths(text: str, because: str) -> InvalidInput:
     return _invalid(
-        "HW-JOB-005",
+        "HW-SPEC-005",
         f"{text!r} does not name legal widths",
         because,
         "write 4, or 1,2,4, or 1-8, or 2-16:2 (steps of 2), or 1-64:pow2 (powers of two)",
@@ -140,14 +140,14 @@ def _invalid(code: str, message: str, because: str, hint: str, field: str) -> In
 def _check_command(request: JobRequest) -> None:
     if not request.command or not request.command[0].strip():
         hint = "end with it: horowatt submit ... -- python train.py"
-        raise _invalid("HW-JOB-001", "there is no command to run", "", hint, "command")
+        raise _invalid("HW-SPEC-001", "there is no command to run", "", hint, "command")
     if any("\0" in word for word in request.command):
         because = "no program can be given a NUL character"
-        raise _invalid("HW-JOB-001", "the command cannot be run", because, "remove the NUL", "command")
+        raise _invalid("HW-SPEC-001", "the command cannot be run", because, "remove the NUL", "command")
     name = request.name
     if not name.strip() or len(name) > MAX_NAME_CHARS or any(not char.isprintable() for char in name):
         because = f"it must have 1 to {MAX_NAME_CHARS} printable characters"
-        raise _invalid("HW-JOB-002", "this job name cannot be used", because, "choose another name", "name")
+        raise _invalid("HW-SPEC-002", "this job name cannot be used", because, "choose another name", "name")
 
 
 def _check_place(request: JobRequest) -> None:
@@ -157,7 +157,7 @@ def _check_place(request: JobRequest) -> None:
         if not path.startswith("/") or "\0" in path:
             because = f"{path!r} is not an absolute path"
             message = f"the job has no usable {field.replace('_', ' ')}"
-            raise _invalid("HW-JOB-003", message, because, "give a path that begins with /", field)
+            raise _invalid("HW-SPEC-003", message, because, "give a path that begins with /", field)
 
 
 def _check_environment(environment: Mapping[str, str]) -> None:
@@ -165,7 +165,7 @@ def _check_environment(environment: Mapping[str, str]) -> None:
         if not name or "=" in name or "\0" in name or "\0" in value:
             because = "a name must not be empty, and neither '=' in it nor NUL anywhere is possible"
             message = f"the environment variable {name!r} cannot be set"
-            raise _invalid("HW-JOB-004", message, because, "rename it, or leave it out", "environment")
+            raise _invalid("HW-SPEC-004", message, because, "rename it, or leave it out", "environment")
 
 
 def _tenant(name: str, tenants: Mapping[str, Tenant], username: str) -> Tenant:
@@ -173,10 +173,10 @@ def _tenant(name: str, tenants: Mapping[str, Tenant], username: str) -> Tenant:
     allowed = f"{username} may submit for: {', '.join(own)}" if own else f"{username} has no tenant"
     hint = f"--tenant {own[0]}" if own else "ask an operator to add the user to a tenant"
     if name not in tenants:
-        raise _invalid("HW-JOB-012", f"there is no tenant {name!r}", allowed, hint, "tenant")
+        raise _invalid("HW-SPEC-012", f"there is no tenant {name!r}", allowed, hint, "tenant")
     if name not in own:
         message = f"{username} may not submit for tenant {name!r}"
-        raise NotAllowed("HW-JOB-013", message, because=allowed, hint=hint, fields={"tenant": name})
+        raise NotAllowed("HW-SPEC-013", message, because=allowed, hint=hint, fields={"tenant": name})
     return tenants[name]
 
 
@@ -188,7 +188,7 @@ def _check_types(request: JobRequest, state: State) -> None:
     if unknown:
         because = f"the cluster has {', '.join(sorted(known)) or 'no GPUs'}"
         message = f"there is no GPU type {unknown[0]!r}"
-        raise _invalid("HW-JOB-011", message, because, "leave --gpu-type out to accept all", "gpu_types")
+        raise _invalid("HW-SPEC-011", message, because, "leave --gpu-type out to accept all", "gpu_types")
 
 
 def _gpus_by_type(state: State) -> dict[str, int] | None:
@@ -222,7 +222,7 @@ def _check_fit(request: JobRequest, widths: tuple[int, ...], tenant: Tenant, sta
 def _never_fits(width: int, because: str, most: int) -> InvalidInput:
     message = f"the narrowest width {width} can never fit"
     hint = f"a minimum of at most {most} fits" if most else "wait until the cluster has GPUs"
-    return _invalid("HW-JOB-006", message, because, hint, "widths")
+    return _invalid("HW-SPEC-006", message, because, hint, "widths")
 
 
 def _check_batch(request: JobRequest, widths: tuple[int, ...]) -> None:
@@ -231,7 +231,7 @@ def _check_batch(request: JobRequest, widths: tuple[int, ...]) -> None:
         return
     if size < 1:
         because = f"{size} is not a number of samples"
-        raise _invalid("HW-JOB-007", "the batch cannot be used", because, "give 1 or more", "batch_size")
+        raise _invalid("HW-SPEC-007", "the batch cannot be used", because, "give 1 or more", "batch_size")
     if request.batch_rule is not BatchRule.TOTAL:
         return
     bad = [width for width in widths if size % width]
@@ -240,41 +240,41 @@ def _check_batch(request: JobRequest, widths: tuple[int, ...]) -> None:
         shown = ",".join(good[:_MOST_SHOWN])
         because = f"{size} samples cannot be split evenly among {bad[0]} workers"
         hint = f"--widths {shown}" if good else "change the batch, or fix it per worker"
-        raise _invalid("HW-JOB-007", "the total batch does not fit every width", because, hint, "batch_size")
+        raise _invalid("HW-SPEC-007", "the total batch does not fit every width", because, hint, "batch_size")
 
 
 def _check_work(request: JobRequest) -> None:
     samples, epochs = request.total_samples, request.total_epochs
     if samples is not None and epochs is not None:
         because = "samples and epochs exclude each other"
-        raise _invalid("HW-JOB-008", "the total work is given twice", because, "keep one", "total_epochs")
+        raise _invalid("HW-SPEC-008", "the total work is given twice", because, "keep one", "total_epochs")
     bad_samples = samples is not None and samples < 1
     if bad_samples or not _positive(epochs):
         field = "total_samples" if bad_samples else "total_epochs"
         because = "it must be a positive number"
-        raise _invalid("HW-JOB-008", "this total work is none", because, "leave it out if unknown", field)
+        raise _invalid("HW-SPEC-008", "this total work is none", because, "leave it out if unknown", field)
 
 
 def _check_times(request: JobRequest, now: float) -> None:
     deadline_s = request.deadline_s
     if deadline_s is not None and not (math.isfinite(deadline_s) and deadline_s > now):
         late = f"it passed {now - deadline_s:,.0f} s ago" if math.isfinite(deadline_s) else "it is no time"
-        raise _invalid("HW-JOB-009", "the deadline cannot be met", late, "give a later one", "deadline_s")
+        raise _invalid("HW-SPEC-009", "the deadline cannot be met", late, "give a later one", "deadline_s")
     if not _positive(request.wall_time_limit_s):
         because = "it must be a positive number of seconds"
         message = "the wall-time limit cannot be used"
-        raise _invalid("HW-JOB-009", message, because, "leave it out for none", "wall_time_limit_s")
+        raise _invalid("HW-SPEC-009", message, because, "leave it out for none", "wall_time_limit_s")
 
 
 def _check_shares(request: JobRequest) -> None:
     weight, flexibility = request.weight, request.flexibility
     if not 0 < weight <= MAX_WEIGHT:
         because = f"it must be above 0 and at most {MAX_WEIGHT:g}"
-        raise _invalid("HW-JOB-010", f"the weight {weight:g} cannot be used", because, "1 is usual", "weight")
+        raise _invalid("HW-SPEC-010", f"the weight {weight:g} cannot be used", because, "1 is usual", "weight")
     if not 0 <= flexibility <= 1:
         message = f"the flexibility {flexibility:g} cannot be used"
         because = "it is a share of the rate, from 0 to 1"
-        raise _invalid("HW-JOB-010", message, because, "0.1 lets a tenth go", "flexibility")
+        raise _invalid("HW-SPEC-010", message, because, "0.1 lets a tenth go", "flexibility")
 
 
 def _positive(value: float | None) -> bool:

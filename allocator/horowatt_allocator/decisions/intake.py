@@ -134,7 +134,9 @@ def _absorb_lease(draft: Draft, lease: LeaseState, report: LeaseReport) -> None:
         job = replace(job, past_samples=None if past is None else past + (lease.samples or 0))
     elif (
         report.steps > lease.steps > 0
-        and report.world_size == lease.world_size
+        # Only steps of one world: the first of a new one ends after the whole pause.
+        and report.first_step_end_s is not None
+        and report.first_step_end_s == lease.first_step_end_s
         and report.last_step_end_s is not None
         and lease.last_step_end_s is not None
         and report.last_step_end_s > lease.last_step_end_s

@@ -176,7 +176,8 @@ class NodeJob:
         memory, spec = self.memory, self.memory.spec
         try:
             make_job_folder(self._folder, spec.uid, spec.gid)
-            publish(self._folder, spec, memory.slots, spec.uid, spec.gid)
+            environment = self._around.environment
+            publish(self._folder, spec, memory.slots, spec.uid, spec.gid, environment)
         except HorowattError as error:
             self._around.notes.error(error)
             return

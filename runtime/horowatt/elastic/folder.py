@@ -91,6 +91,11 @@ class JobFolder:
         return self.root / "slots.json"
 
     @property
+    def node_json(self) -> Path:
+        """Environment variables by which any process on this node reaches its simulated GPUs."""
+        return self.root / "node.json"
+
+    @property
     def hostfile(self) -> Path:
         """What Horovod's discovery reads, derived from the slots file."""
         return self.root / "hostfile"

@@ -13,6 +13,7 @@ import re
 import shlex
 import stat
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from horowatt.elastic.folder import JobFolder, LeaseFolder, checked_name
@@ -72,7 +73,14 @@ def discovery_script(hostfile: Path) -> str:
     )
 
 
-def publish(folder: JobFolder, spec: LaunchSpec, slots: SlotsFile, uid: int, gid: int) -> None:
+def publish(
+    folder: JobFolder,
+    spec: LaunchSpec,
+    slots: SlotsFile,
+    uid: int,
+    gid: int,
+    node_environment: Mapping[str, str] | None = None,
+) -> None:
     """Write everything that the launcher and the workers of ``slots`` read; may be repeated.
 
     The job's folder must exist. Nothing below it is trusted: its owner can replace what it holds by
@@ -81,6 +89,7 @@ def publish(folder: JobFolder, spec: LaunchSpec, slots: SlotsFile, uid: int, gid
     Args:
         uid: Owner of the files: the job's tenant.
         gid: Group of the files.
+        node_environment: Variables by which workers that no agent started reach this node's GPUs.
 
     Raises:
         InvalidInput: ``HW-JOB-020`` or ``HW-JOB-021`` for an id or address that is not safe.
@@ -92,6 +101,7 @@ def publish(folder: JobFolder, spec: LaunchSpec, slots: SlotsFile, uid: int, gid
         checked_address(lease.address)
         _make_lease_folder(folder, folder.lease(lease.lease_id), uid, gid)
     write_atomic(folder.job_json, encode(spec), uid=uid, gid=gid)
+    write_atomic(folder.node_json, encode(dict(node_environment or {})), uid=uid, gid=gid)
     if not folder.discover_script.exists():
         script = discovery_script(folder.hostfile.absolute())
         write_atomic(folder.discover_script, script.encode(), mode=0o700, uid=uid, gid=gid)

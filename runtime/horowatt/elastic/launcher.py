@@ -44,6 +44,8 @@ NO_WORKER_PATIENCE_S = 30.0
 """How long Horovod may take to conclude after the last worker ended, seconds."""
 JOIN_PATIENCE_S = 10.0
 """How long after a worker ended before it joined the others are given to end likewise, seconds."""
+KILL_PATIENCE_S = 30.0
+"""How long a worker may take to die of SIGKILL: one stuck in a driver may never do, seconds."""
 LOCK_PATIENCE_S = 2.0
 """An agent that asks whether the lock is held has it for an instant itself."""
 DISCONNECT_S = 20.0
@@ -143,7 +145,8 @@ class Launcher:
             ),
         }
         _log.info("rendezvous on %s port %d, starting %d workers", address, port, width)
-        self._driver.start(min(width, self._spec.max_width), self._run_worker)
+        # Its first poll brings all published slots, which may be fewer by now than a moment ago.
+        self._driver.start(max(self._spec.min_width, 1), self._run_worker)
         self._state = LauncherState.RUNNING
         self._report()
         return self._watch()
@@ -314,15 +317,18 @@ class Launcher:
     # ------------------------------------------------------------------------------ the end
 
     def _end_all(self, grace_s: float) -> None:
-        """End every worker and wait until they have ended; a driver that was done wants the same."""
+        """End every worker and wait until they have ended, or until not even SIGKILL helped."""
         if self._workers is None:
             return
         self._workers.close()
         for worker in self._workers.alive():
             self._workers.end(worker, time.time(), grace_s)
-        while self._workers.alive():
+        deadline_s = time.monotonic() + grace_s + KILL_PATIENCE_S
+        while self._workers.alive() and time.monotonic() < deadline_s:
             self._workers.watch(time.time())
             time.sleep(TICK_S / 4)
+        for worker in self._workers.alive():
+            _log.error("worker %s cannot be ended; its lease stays held", worker.lease.lease_id)
 
     def _judge(self, gave_up: str) -> Verdict:
         assert self._workers is not None  # noqa: S101

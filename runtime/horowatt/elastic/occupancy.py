@@ -3,10 +3,15 @@
 
 Work is estimated, not measured: a step costs 6 floating-point operations per parameter and sample
 (2 for the forward pass, 4 for the backward pass; Kaplan et al. 2020, section 2.1, for dense layers),
-and a ring allreduce sends 2(n-1)/n of the gradients' 4 bytes per parameter. The real computation on
-the CPU stays; the device's time comes on top of it.
+and a ring allreduce sends 2(n-1)/n of the gradients' 4 bytes per parameter.
+
+The real computation on the CPU stays. Like a real GPU, which is launched asynchronously, the simulated one
+works on a step while the host prepares the next: the host runs ahead by one step and then waits. So a
+worker trains at the speed of the slower of the two, and a busy machine disturbs the rates little as long
+as its CPUs keep up.
 """
 
+import math
 import sys
 import time
 import weakref
@@ -17,6 +22,8 @@ from horowatt.devices.simulated import SimulatedGpu
 
 FLOP_PER_PARAMETER_AND_SAMPLE = 6.0
 BYTES_PER_GRADIENT = 4.0
+_now_s = time.monotonic
+_sleep = time.sleep
 
 
 class SimulatedOccupancy:
@@ -32,10 +39,11 @@ class SimulatedOccupancy:
         self._world_size = world_size
         self._parameters: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._told = False
+        self._busy_until_s = -math.inf
         gpu.attach()
 
     def after_step(self, optimizer: Any, samples: int | None) -> None:
-        """Occupy the GPU with the step that just ended, and wait until it would be over.
+        """Wait until the GPU is done with the step before, then occupy it with the one that just ended.
 
         Args:
             samples: Samples of the step; None takes it for one, and says so once.
@@ -44,11 +52,18 @@ class SimulatedOccupancy:
         width = self._world_size()
         flop = FLOP_PER_PARAMETER_AND_SAMPLE * parameters * self._known(samples)
         link_bytes = 2.0 * (width - 1) / width * BYTES_PER_GRADIENT * parameters
-        time.sleep(self._gpu.step(flop, link_bytes).total_s)
+        self._wait()
+        self._busy_until_s = _now_s() + self._gpu.step(flop, link_bytes).total_s
 
     def close(self) -> None:
-        """Give the GPU up."""
+        """Wait for the last step and give the GPU up."""
+        self._wait()
         self._gpu.detach()
+
+    def _wait(self) -> None:
+        left_s = self._busy_until_s - _now_s()
+        if left_s > 0:
+            _sleep(left_s)
 
     def _known(self, samples: int | None) -> int:
         if samples is not None:

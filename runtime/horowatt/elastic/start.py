@@ -10,6 +10,8 @@ The lock is inherited by every child, so it is free only when no process of the 
 """
 
 import argparse
+import atexit
+import contextlib
 import ctypes
 import fcntl
 import importlib.machinery
@@ -50,34 +52,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.parent:
             die_with_parent(options.parent)
-        meter = _join_job(options) if options.job_dir else None
+        membership = _join_job(options) if options.job_dir else None
         command = parse_python(options.command)
         if command is None:
-            if meter is not None:
-                meter.not_measurable()
+            if membership is not None:
+                membership.not_measurable()
             _exec(options.command)
-        _instrument(meter)
+        _instrument(membership)
+    except HorowattError as error:
+        return _refuse(error)
+    try:
         _run_python(command)
     except HorowattError as error:
         if error.code not in _EXIT_CODES:
             raise
-        sys.stdout.flush()
-        sys.stderr.write(f"{error}\n")
-        return _EXIT_CODES[error.code]
+        return _refuse(error)
     return 0
+
+
+def _refuse(error: HorowattError) -> int:
+    sys.stdout.flush()
+    sys.stderr.write(f"{error}\n")
+    return _EXIT_CODES.get(error.code, EXIT_REFUSED)
 
 
 _EXIT_CODES = {
     "HW-JOB-001": EXIT_MISSING,
     "HW-JOB-002": EXIT_NOT_PYTHON,
     "HW-JOB-007": EXIT_REFUSED,
-    "HW-JOB-009": EXIT_REFUSED,
-    "HW-JOB-020": EXIT_REFUSED,
-    "HW-SIM-006": EXIT_REFUSED,
-    "HW-SIM-008": EXIT_REFUSED,
-    "HW-WIRE-001": EXIT_REFUSED,
 }
-"""Errors of this module's own; a script may raise others, and those keep their traceback."""
+"""What Horowatt finds while the script runs; a script may raise others, which keep their traceback."""
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -185,13 +189,20 @@ class _Membership:
     """This worker's place in its job: its counters, its meter, its events."""
 
     def __init__(self, job: JobFolder, folder: LeaseFolder, spec: LaunchSpec, lease: Lease) -> None:
+        self._job = job
         self._events = job.events
         self._lease = lease
         self._counters = CountersWriter(folder.counters)
+        atexit.register(self._show_last_counts)
         declared = None
         if spec.batch_size is not None:
             declared = DeclaredBatch(spec.batch_size, total=spec.batch_rule is BatchRule.TOTAL)
         self.meter = StepMeter(self._counters, declared, self._occupancy(), self._resumed)
+
+    def _show_last_counts(self) -> None:
+        # A forked child of the script ends here as well, with counts from before its birth.
+        if os.getpid() == self._counters.pid:
+            self._counters.publish()
 
     def not_measurable(self) -> None:
         self._counters.not_measurable()
@@ -217,6 +228,9 @@ class _Membership:
         from horowatt.elastic.occupancy import SimulatedOccupancy
 
         counters = self._counters
+        with contextlib.suppress(FileNotFoundError):
+            # What the node says wins over what another node's launcher passed on.
+            os.environ.update(decode(self._job.node_json.read_bytes(), dict[str, str]))
         gpu = SimulatedGpu(self._lease.gpu_uuid)
         return SimulatedOccupancy(gpu, lambda: max(counters.world_size, 1)).after_step
 

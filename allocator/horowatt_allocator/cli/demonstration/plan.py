@@ -53,7 +53,7 @@ SIMULATED_JOBS = (
         tenant="vision",
         purpose="scales well",
         script="digits_mlp.py",
-        epochs=20,
+        epochs=60,
     ),
     DemoJob(
         tenant="speech",
@@ -66,10 +66,10 @@ SIMULATED_JOBS = (
         tenant="search",
         purpose="arrives later with a deadline",
         script="digits_mlp.py",
-        epochs=12,
+        epochs=20,
         starts_after_s=LATER_S,
         max_width=2,
-        deadline_s=75.0,
+        deadline_s=90.0,
     ),
 )
 
