@@ -50,17 +50,71 @@ class DeclaredBatch:
 
 
 class _Feed:
-    """What one iterator of a DataLoader handed out since the last step that used it."""
+    """What one iterator of a DataLoader handed out since the last step that used it.
 
-    __slots__ = ("batches", "credited", "exhausted", "iterator", "limit", "nominal", "pending")
+    Where the sizes of all its batches follow from the sampler, batches are only counted (``handed``);
+    elsewhere each is looked at (``inspected``).
+    """
 
-    def __init__(self, iterator: Any) -> None:
+    __slots__ = (
+        "batches",
+        "credited",
+        "exhausted",
+        "handed",
+        "inspected",
+        "iterator",
+        "limit",
+        "missing",
+        "nominal",
+        "regular",
+        "total",
+        "used",
+    )
+
+    def __init__(self, iterator: Any, first_batch: Any) -> None:
         self.iterator = weakref.ref(iterator)
-        self.pending = 0
-        self.batches = 0
-        self.credited = False
-        self.exhausted = False
         self.nominal, self.limit = batch_sizes(iterator)
+        self.total, self.missing = regular_epoch(iterator)
+        # A collate function may make something else of a regular batch, and the first one shows it.
+        self.regular = self.total > 0 and leading_dimension(first_batch) == min(
+            self.nominal or 0, self.total * (self.nominal or 0) - self.missing
+        )
+        self.restart()
+        self.batches = 0
+        self.inspected = 0
+        self.credited = False
+
+    def restart(self) -> None:
+        """Note that the iterator begins an epoch, the first one or another."""
+        self.handed = 0
+        self.used = 0
+        self.exhausted = False
+
+    def look_at(self, batch: Any) -> None:
+        """Note a batch whose size does not follow from the sampler."""
+        size = leading_dimension(batch)
+        if size is None or size > self.limit:
+            size = self.nominal
+        if size is not None:
+            self.inspected += size
+
+    def pending(self) -> bool:
+        return self.handed > self.used or self.inspected > 0
+
+    def take(self) -> int:
+        """Return the samples that no step has used yet, and note that one does."""
+        samples = self.inspected
+        if self.handed > self.used:
+            samples += (self.handed - self.used) * (self.nominal or 0)
+            if self.handed == self.total:
+                samples -= self.missing
+            self.used = self.handed
+        self.inspected = 0
+        return samples
+
+    def drop(self) -> None:
+        self.used = self.handed
+        self.inspected = 0
 
     def in_use(self) -> bool:
         return not self.exhausted and self.iterator() is not None
@@ -93,6 +147,7 @@ class StepMeter:
         self._on_resumed = on_resumed
         self._outer: FrameType | None = None
         self._last: _Feed | None = None
+        self._regular: _Feed | None = None
         self._feeds: list[_Feed] = []
         self._others = False
         self._loader_seen = False
@@ -144,8 +199,7 @@ class StepMeter:
         feed = self._last
         if feed is not None and feed.credited and not feed.exhausted and not self._others:
             # The usual case, kept short: this runs once per step, each time with cold caches.
-            samples: int | None = feed.pending
-            feed.pending = 0
+            samples: int | None = feed.take()
         else:
             samples = self._samples_of_step()
         if self._after_step is not None:
@@ -176,17 +230,16 @@ class StepMeter:
             if declared is None:
                 return None
             return declared.of_worker(max(counters.rank, 0), max(counters.world_size, 1))
-        samples = feed.pending
+        samples = feed.take()
         if not feed.credited:
             feed.credited = True
             self._note_training_feed(feed)
-        feed.pending = 0
         if self._others:
             self._drop_others(feed)
         return samples
 
     def _best_feed(self) -> _Feed | None:
-        candidates = [feed for feed in reversed(self._feeds) if feed.pending]
+        candidates = [feed for feed in reversed(self._feeds) if feed.pending()]
         used = [feed for feed in candidates if feed.in_use()]
         closed = [feed for feed in candidates if feed.is_training()]
         return next(iter(used or closed), None)
@@ -194,7 +247,7 @@ class StepMeter:
     def _drop_others(self, feed: _Feed) -> None:
         for other in self._feeds:
             if other is not feed:
-                other.pending = 0
+                other.drop()
         self._feeds = [other for other in self._feeds if other is feed]
         self._others = False
 
@@ -209,7 +262,8 @@ class StepMeter:
     def _instrument_loaders(self, module: ModuleType) -> None:
         base = module._BaseDataLoaderIter  # noqa: SLF001 - the one class that all iterators share
         original = base.__next__
-        handed_out, exhausted = self.handed_out, self.exhausted
+        base._horowatt_feed = None  # noqa: SLF001
+        meter = self
         torch = sys.modules["torch"]
         self._grad_enabled = torch.is_grad_enabled
         # A forked child that reads data of its own has the parent's counters mapped as well.
@@ -219,51 +273,50 @@ class StepMeter:
             try:
                 batch = original(iterator)
             except StopIteration:
-                exhausted(iterator)
+                meter.exhausted(iterator)
                 raise
-            handed_out(iterator, batch)
+            feed = iterator._horowatt_feed  # noqa: SLF001
+            if feed is not None and feed is meter._regular:  # noqa: SLF001
+                feed.handed += 1
+            else:
+                meter.handed_out(iterator, batch)
             return batch
 
         base.__next__ = __next__
 
     def _stop_counting(self) -> None:
         self._paused += 1
+        self._regular = None
         self._grad_enabled = lambda: False
 
     def handed_out(self, iterator: Any, batch: Any) -> None:
-        """Note that an iterator handed out a batch."""
+        """Note that an iterator handed out a batch, if it is not the one that did so last."""
+        self._regular = None
         if not self._grad_enabled():
             return
-        feed = self._last
-        if feed is None or feed.iterator() is not iterator:
-            feed = self._turn_to(iterator)
-        try:
-            size: int | None = batch[0].shape[0]  # the usual case: a list of tensors
-        except (AttributeError, IndexError, KeyError, TypeError):
-            size = leading_dimension(batch)
-        if size is None or size > feed.limit:
-            size = feed.nominal
-        if size is not None:
-            feed.pending += size
-            feed.batches += 1
-            feed.exhausted = False
-
-    def _turn_to(self, iterator: Any) -> _Feed:
-        feed: _Feed | None = getattr(iterator, "_horowatt_feed", None)
+        feed: _Feed | None = iterator._horowatt_feed  # noqa: SLF001
         if feed is None:
-            feed = iterator._horowatt_feed = _Feed(iterator)  # noqa: SLF001
+            feed = iterator._horowatt_feed = _Feed(iterator, batch)  # noqa: SLF001
+        elif feed.exhausted:
+            feed.restart()
         if feed not in self._feeds:
             self._feeds.append(feed)
         self._others = len(self._feeds) > 1
-        if feed.limit:
+        feed.batches += 1
+        if feed.regular:
+            feed.handed += 1
+            self._regular = feed
+        else:
+            feed.look_at(batch)
+        if feed.pending():
             self._last = feed
-        return feed
 
     def exhausted(self, iterator: Any) -> None:
         """Note that an iterator has no more batches."""
-        feed: _Feed | None = getattr(iterator, "_horowatt_feed", None)
+        feed: _Feed | None = iterator._horowatt_feed  # noqa: SLF001
         if feed is not None:
             feed.exhausted = True
+            self._regular = None
 
 
 def _is_caller(outer: FrameType, frame: FrameType) -> bool:
@@ -285,6 +338,23 @@ def batch_sizes(iterator: Any) -> tuple[int | None, int]:
         return None, 0
     size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
     return (size, size) if isinstance(size, int) and size > 0 else (None, sys.maxsize)
+
+
+def regular_epoch(iterator: Any) -> tuple[int, int]:
+    """Return how many batches the iterator hands out, and how many samples the last one lacks.
+
+    Only for PyTorch's own way of making batches of a data set with indices; (0, 0) for any other.
+    """
+    samplers = sys.modules["torch.utils.data.sampler"]
+    batches = getattr(iterator, "_index_sampler", None)
+    if type(batches) is not samplers.BatchSampler or getattr(iterator, "_dataset_kind", None) != 0:
+        return 0, 0
+    try:
+        total = len(batches)
+        samples = len(batches.sampler)
+    except Exception:  # noqa: BLE001 - samplers are the user's code, and many have no length
+        return 0, 0
+    return total, 0 if batches.drop_last else total * batches.batch_size - samples
 
 
 def leading_dimension(batch: Any, depth: int = _SEARCH_DEPTH) -> int | None:
