@@ -31,7 +31,15 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def load_data(seed):
+def pick_device():
+    """Return this worker's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(hvd.local_rank())
+    return torch.device("cuda")
+
+
+def load_data(seed, device):
     """Return the training set, and the test images and labels; the same on every worker."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16.0
@@ -39,6 +47,7 @@ def load_data(seed):
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     num_test = int(len(images) * TEST_SHARE)
     test, train = order[:num_test], order[num_test:]
+    images, labels = images.to(device), labels.to(device)
     return TensorDataset(images[train], labels[train]), images[test], labels[test]
 
 
@@ -84,11 +93,12 @@ def main():
     arguments = parse_arguments()
     hvd.init()
     torch.manual_seed(arguments.seed)
-    dataset, test_images, test_labels = load_data(arguments.seed)
+    device = pick_device()
+    dataset, test_images, test_labels = load_data(arguments.seed, device)
     sampler = hvd.elastic.ElasticSampler(dataset, seed=arguments.seed)
     loader = DataLoader(dataset, batch_size=arguments.batch_size, sampler=sampler)
 
-    model = make_model()
+    model = make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate(arguments), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)

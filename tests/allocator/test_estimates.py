@@ -35,7 +35,7 @@ def seen(
     *,
     power_w: float | None = None,
     at_s: float = 0.0,
-    seconds_s: float = 10.0,
+    seconds_s: float = 20.0,
     gpu_type: str = "V",
 ) -> Observation:
     """Return an observation."""
@@ -131,7 +131,7 @@ def test_own_limit_measurements_bend_the_curve() -> None:
 
 def test_windows_merge_by_seconds_and_fade_with_age() -> None:
     """Two windows average by their length; an hour later the old one hardly counts."""
-    close = observed(estimate(seen(1, 100.0), seen(1, 110.0, at_s=10, seconds_s=30)), "V", 1, 300.0)
+    close = observed(estimate(seen(1, 100.0, seconds_s=10), seen(1, 110.0, at_s=10, seconds_s=30)), "V", 1, 300.0)
     late = observed(estimate(seen(1, 100.0), seen(1, 110.0, at_s=3600)), "V", 1, 300.0)
     assert close is not None
     assert late is not None
@@ -203,3 +203,16 @@ def test_a_job_without_measured_power_has_prior_watts() -> None:
     """A rate without a power reading leaves the watts to the prior, never to zero."""
     column = predict(job(), estimate(seen(1, 100.0, power_w=None)), gpu(), 1, 300.0, POLICY)
     assert column.held_w == pytest.approx(225.0)
+
+
+def test_one_window_is_believed_by_half() -> None:
+    """A width measured in a bad moment is tried again: one window counts half, two count whole."""
+    base = estimate(seen(1, 1000.0))
+    low = seen(2, 1000.0, seconds_s=10.0)
+    once = predict(job(), observe(base, low), gpu(), 2, 300.0, POLICY)
+    assert once.rate_per_s == pytest.approx(1000.0 * math.sqrt(1.8))
+    assert once.low_rate_per_s > 1000.0
+    lucky = predict(job(), observe(base, replace(low, rate_per_s=1900.0)), gpu(), 2, 300.0, POLICY)
+    assert lucky.rate_per_s == pytest.approx(1900.0)
+    twice = predict(job(), observe(observe(base, low), low), gpu(), 2, 300.0, POLICY)
+    assert twice.rate_per_s == 1000.0

@@ -266,7 +266,7 @@ def test_two_workers_never_share_a_lease(tmp_path: Path) -> None:
             command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
         )
         assert (second.returncode, second.stdout) == (125, "")
-        assert "error[HW-JOB-009]" in second.stderr
+        assert "error[HW-JOB-014]" in second.stderr
         assert is_held(folder.lock)
         first.communicate(b"\n")
 

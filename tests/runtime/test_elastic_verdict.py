@@ -110,6 +110,7 @@ def test_nobody_at_all_is_a_loss() -> None:
         ("HW-JOB-002", 126, LauncherState.FAILED),
         ("HW-JOB-007", 125, LauncherState.FAILED),
         ("HW-JOB-009", 125, LauncherState.LOST),
+        ("HW-JOB-014", 125, LauncherState.LOST),
     ],
 )
 def test_horowatts_own_refusals_keep_their_code(code: str, exit_code: int, state: LauncherState) -> None:

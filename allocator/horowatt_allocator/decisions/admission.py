@@ -270,7 +270,9 @@ def _check_shares(request: JobRequest) -> None:
     weight, flexibility = request.weight, request.flexibility
     if not 0 < weight <= MAX_WEIGHT:
         because = f"it must be above 0 and at most {MAX_WEIGHT:g}"
-        raise _invalid("HW-SPEC-010", f"the weight {weight:g} cannot be used", because, "1 is usual", "weight")
+        raise _invalid(
+            "HW-SPEC-010", f"the weight {weight:g} cannot be used", because, "1 is usual", "weight"
+        )
     if not 0 <= flexibility <= 1:
         message = f"the flexibility {flexibility:g} cannot be used"
         because = "it is a share of the rate, from 0 to 1"

@@ -4,7 +4,9 @@
 Rate. Within one GPU type the rate is ``r1 * width * e ** log2(width)``: each doubling of the width keeps
 the share ``e`` (efficiency) of twice the rate. ``e`` is the policy's prior until two widths were measured,
 then their least squares in log space. Between measured widths the rate is interpolated in log space,
-beyond them it goes on from the nearest one with ``e``. A measured point is used exactly.
+beyond them it goes on from the nearest one with ``e``. A point measured for two windows is used exactly.
+One window that is slower than the best-known width lets expect is believed by half: other work on the
+hosts only ever slows a job, and a burst of it must not make one look for ever as if it did not scale.
 
 Power limit. Below the job's own draw ``P`` a limit ``L`` slows it by ``((L - Pf) / (P - Pf)) ** beta``.
 ``Pf = 0.2`` of the highest limit and ``beta = 0.4`` lie between fits of public measurements on V100
@@ -37,6 +39,8 @@ LIMIT_EXPONENT = 0.4
 """``beta`` of the limit curve."""
 NOISE = 0.05
 """Half width of the interval of a measured rate; limits that do not bind move it by as much."""
+NOISE_BRIEF = 0.10
+"""The same of a rate that was measured for less than :data:`TRUSTED_WINDOWS`."""
 NOISE_PER_DOUBLING = 0.15
 NOISE_OTHER_LIMIT = 0.10
 NOISE_OTHER_TYPE = 0.40
@@ -49,6 +53,8 @@ MEMORY_S = 120.0
 """Most seconds of weight that old windows keep against a new one."""
 CHANGED = 0.25
 """Relative difference from which a new rate means that the job changed and the old one is dropped."""
+TRUSTED_WINDOWS = 2.0
+"""Windows after which a measured rate stands for itself."""
 KEPT_PAUSES = 8
 _MIN_EFFICIENCY, _MAX_EFFICIENCY = 0.25, 1.0
 _MAX_BEND = 4.0
@@ -179,15 +185,22 @@ class Predictor:
         self._sources = own or tuple(o for o in estimate.observations if o.rate_per_s > 0)
         self._draws = _full_draws(self._sources, self._highest_w) if own else {}
         self._bend = _bend(own, self._draws, self._highest_w)
-        self._points = _points(self._sources, self._factor if own else _no_factor)
+        self._trusted_s = TRUSTED_WINDOWS * policy.window_s
+        self._points = _tempered(
+            _points(self._sources, self._factor if own else _no_factor),
+            policy.prior_efficiency,
+            self._trusted_s,
+        )
         self._efficiency = _efficiency(self._points, policy.prior_efficiency)
         self._reach = reach_width(job, estimate)
 
     def column(self, width: int, limit_w: float | None) -> Column:
         """Return the column at a width and a limit (W)."""
         exact = observed(self._estimate, self._gpu.gpu_type, width, limit_w)
-        if exact is not None and exact.rate_per_s > 0:
+        if exact is not None and exact.rate_per_s > 0 and self._stands(exact):
             rate, noise = exact.rate_per_s, NOISE
+        elif exact is not None and exact.rate_per_s > 0:
+            rate, noise = self.full_rate_per_s(width) * self._factor(width, limit_w), NOISE_BRIEF
         else:
             rate = self.full_rate_per_s(width) * self._factor(width, limit_w)
             noise = self._noise(width, limit_w)
@@ -229,6 +242,10 @@ class Predictor:
             return _between(below[-1], above[0], width)
         near = below[-1] if below else above[0]
         return float(near.rate_per_s * (width / near.width) ** slope)
+
+    def _stands(self, exact: Observation) -> bool:
+        """Return whether a point is known well enough, or better than any other width."""
+        return exact.seconds_s >= self._trusted_s or len(self._points) == 1
 
     def _measured(self, column: Column) -> bool:
         return observed(self._estimate, self._gpu.gpu_type, column.width, column.limit_w) is not None
@@ -359,6 +376,23 @@ def _points(
     return tuple(
         _Point(width, rate / seconds_s, seconds_s) for width, (rate, seconds_s) in sorted(sums.items())
     )
+
+
+def _tempered(points: tuple[_Point, ...], efficiency: float, trusted_s: float) -> tuple[_Point, ...]:
+    """Return the points, brief and slow ones drawn to what the longest-measured one says of their width."""
+    if len(points) < _POINTS_FOR_A_FIT or trusted_s <= 0:
+        return points
+    anchor = max(points, key=lambda p: (min(p.seconds_s, trusted_s), -p.width))
+    slope = 1 + math.log2(efficiency)
+
+    def tempered(point: _Point) -> _Point:
+        share = min(1.0, point.seconds_s / trusted_s)
+        expected = anchor.rate_per_s * (point.width / anchor.width) ** slope
+        if point.rate_per_s >= expected:
+            return point
+        return replace(point, rate_per_s=expected * (point.rate_per_s / expected) ** share)
+
+    return tuple(point if point is anchor else tempered(point) for point in points)
 
 
 def _efficiency(points: tuple[_Point, ...], prior: float) -> float:

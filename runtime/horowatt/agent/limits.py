@@ -140,7 +140,7 @@ class LimitKeeper:
             return {}
         except InvalidInput as error:
             # Written whole or not at all, so somebody else did this; no limit can be guessed from it.
-            self._notes.set("HW-AGENT-014", f"{self._path} is not a journal of power limits: {error.because}")
+            self._notes.set("HW-AGENT-020", f"{self._path} is not a journal of power limits: {error.because}")
             return {}
         return dict(journal.previous_w) if journal.boot_id == self._boot_id else {}
 

@@ -192,7 +192,7 @@ class Launcher:
         address = address_towards(leases[0].address)
         if address is None:
             raise InvalidInput(
-                "HW-JOB-012",
+                "HW-JOB-013",
                 f"this node has no address from which {leases[0].address!r} can be reached",
                 hint="check the node addresses in the inventory, and name resolution on this node",
             )

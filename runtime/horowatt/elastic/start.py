@@ -134,7 +134,7 @@ def take_lock(folder: LeaseFolder) -> None:
     """Take the lease's lock for the life of this process and of its children.
 
     Raises:
-        RetryLater: ``HW-JOB-009`` when somebody else holds it.
+        RetryLater: ``HW-JOB-014`` when somebody else holds it.
     """
     descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     deadline_s = time.monotonic() + LOCK_PATIENCE_S
@@ -145,7 +145,7 @@ def take_lock(folder: LeaseFolder) -> None:
         except BlockingIOError as error:
             if time.monotonic() >= deadline_s:
                 raise RetryLater(
-                    "HW-JOB-009",
+                    "HW-JOB-014",
                     f"lease {folder.root.name} is still held by an earlier worker",
                     because=f"{folder.lock} is locked by another process",
                     hint="end that process; 'horowatt nodes' shows who holds which GPU",

@@ -2,12 +2,13 @@
 """Counting the optimizer steps and samples of a PyTorch script that knows nothing of it.
 
 Steps are counted by PyTorch's global hooks around ``Optimizer.step``; Horovod's
-``DistributedOptimizer`` runs one step inside another, and only the outer one counts. Samples are
+``DistributedOptimizer`` runs one step inside another, and only one of them counts. Samples are
 counted where a ``DataLoader`` hands out a batch, and are credited to the step that follows: to the
 iterator that handed out the latest batch, if it is still in use. So a finished evaluation does not
 count, gradient accumulation counts in full, and a prefetched batch counts once.
 
-Known limitations: optimizers that do not derive from ``torch.optim.Optimizer`` are not seen; an
+Known limitations: optimizers that do not derive from ``torch.optim.Optimizer`` are not seen; one that
+drives several others in its step counts once for each; an
 evaluation loop without ``torch.no_grad`` that is still open when a step is made counts as training;
 a loader with ``batch_size=None`` counts as unknown, because its items may be samples or batches.
 """
@@ -19,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from horowatt.elastic.counters import CountersWriter
@@ -145,7 +146,7 @@ class StepMeter:
         self._declared = declared
         self._after_step = after_step
         self._on_resumed = on_resumed
-        self._outer: FrameType | None = None
+        self._stepping: Any = None
         self._last: _Feed | None = None
         self._regular: _Feed | None = None
         self._feeds: list[_Feed] = []
@@ -165,7 +166,7 @@ class StepMeter:
     def enter_world(self, rank: int, world_size: int) -> None:
         """Note that ``hvd.init`` returned; the next step is the first of a new world."""
         self._counters.enter_world(rank, world_size, time.time())
-        self._outer = None
+        self._stepping = None
         self._first_in_world = True
 
     @contextmanager
@@ -183,17 +184,15 @@ class StepMeter:
         module.register_optimizer_step_pre_hook(self.before_step)
         module.register_optimizer_step_post_hook(self.end_step)
 
-    def before_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Note the frame of the outermost ``step``: a step that raises never gets to ``end_step``."""
-        frame = sys._getframe(1)  # noqa: SLF001 - the cheapest way to know who calls
-        if self._outer is None or not _is_caller(self._outer, frame):
-            self._outer = frame
+    def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Note that a step begins. One that raises never gets to ``end_step``, and does no harm."""
+        self._stepping = optimizer
 
     def end_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Count the step if it is the outermost one."""
-        if sys._getframe(1) is not self._outer:  # noqa: SLF001
+        """Count the step, unless the step inside it was counted just before."""
+        if self._stepping is not optimizer:
             return
-        self._outer = None
+        self._stepping = None
         if self._paused:
             return
         feed = self._last
@@ -275,8 +274,8 @@ class StepMeter:
             except StopIteration:
                 meter.exhausted(iterator)
                 raise
-            feed = iterator._horowatt_feed  # noqa: SLF001
-            if feed is not None and feed is meter._regular:  # noqa: SLF001
+            feed: _Feed | None = iterator._horowatt_feed  # noqa: SLF001
+            if feed is not None and feed is meter._regular:
                 feed.handed += 1
             else:
                 meter.handed_out(iterator, batch)
@@ -319,15 +318,6 @@ class StepMeter:
             self._regular = None
 
 
-def _is_caller(outer: FrameType, frame: FrameType) -> bool:
-    caller = frame.f_back
-    while caller is not None:
-        if caller is outer:
-            return True
-        caller = caller.f_back
-    return False
-
-
 def batch_sizes(iterator: Any) -> tuple[int | None, int]:
     """Return two sizes of the batches of a DataLoader iterator.
 
@@ -346,7 +336,7 @@ def regular_epoch(iterator: Any) -> tuple[int, int]:
     Only for PyTorch's own way of making batches of a data set with indices; (0, 0) for any other.
     """
     samplers = sys.modules["torch.utils.data.sampler"]
-    batches = getattr(iterator, "_index_sampler", None)
+    batches: Any = getattr(iterator, "_index_sampler", None)
     if type(batches) is not samplers.BatchSampler or getattr(iterator, "_dataset_kind", None) != 0:
         return 0, 0
     try:

@@ -17,7 +17,7 @@ MESSAGE_LINES = 8
 
 _OWN_ERROR = re.compile(r"^error\[(HW-[A-Z]+-\d{3})\]: (.*)$", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
-_MAY_RUN_AGAIN = frozenset({"HW-JOB-009"})
+_MAY_RUN_AGAIN = frozenset({"HW-JOB-009", "HW-JOB-014"})
 """Refusals that another start may not meet."""
 
 

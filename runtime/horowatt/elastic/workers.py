@@ -83,7 +83,7 @@ def prepare_launch(spec: LaunchSpec) -> Launch:
         raise NeedsOperator(
             "HW-JOB-003",
             f"the working directory {spec.working_dir!r} does not exist on this node",
-            hint="submit from a folder that every node has, or give one with --workdir",
+            hint="submit from a folder that every node has, or give one with --working-dir",
             fields={"working_dir": spec.working_dir},
         )
     environment = _environment(spec)

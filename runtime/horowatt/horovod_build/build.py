@@ -285,7 +285,7 @@ def _try_wheel(wheel: Path, recipe: Recipe, bench: _Bench) -> dict[str, bool]:
     ]
     if lacking:
         raise NeedsOperator(
-            "HW-BLD-008",
+            "HW-BLD-012",
             f"the Horovod that was built lacks {', '.join(lacking)}",
             because="its configuration did not find what it needs for that",
             hint=f"look for 'Could NOT find' in {bench.log}",
@@ -354,7 +354,7 @@ def _installed_sha256() -> str:
 def _check_pip() -> None:
     if importlib.util.find_spec("pip") is None:
         raise NeedsOperator(
-            "HW-BLD-009",
+            "HW-BLD-011",
             "pip is not installed in this Python environment",
             because="Horovod's sources are downloaded, built and installed with it",
             hint=f"{sys.executable} -m ensurepip --upgrade; on Debian: apt-get install python3-pip",
