@@ -131,7 +131,9 @@ def test_own_limit_measurements_bend_the_curve() -> None:
 
 def test_windows_merge_by_seconds_and_fade_with_age() -> None:
     """Two windows average by their length; an hour later the old one hardly counts."""
-    close = observed(estimate(seen(1, 100.0, seconds_s=10), seen(1, 110.0, at_s=10, seconds_s=30)), "V", 1, 300.0)
+    close = observed(
+        estimate(seen(1, 100.0, seconds_s=10), seen(1, 110.0, at_s=10, seconds_s=30)), "V", 1, 300.0
+    )
     late = observed(estimate(seen(1, 100.0), seen(1, 110.0, at_s=3600)), "V", 1, 300.0)
     assert close is not None
     assert late is not None
