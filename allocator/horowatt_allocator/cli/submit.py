@@ -54,7 +54,11 @@ _SLOTS_TIMEOUT_S = 15.0
     "--gpu-type", "gpu_types", multiple=True, help="GPU type it accepts. Repeatable [default: all]."
 )
 @click.option("--weight", type=float, help="Weight of its progress against other jobs.")
-@click.option("--flexibility", type=float, help="Share of its rate it gives up to save energy, 0 to 1.")
+@click.option(
+    "--flexibility",
+    type=float,
+    help="Share of its rate it would give up, 0 to 1 (recorded; no decision uses it yet).",
+)
 @click.option("--attach", is_flag=True, default=None, help="Start it with your own horovodrun.")
 @click.option("--wait", is_flag=True, help="Wait for its end and return its exit code.")
 @click.option("--quiet", "-q", is_flag=True, help="Print only the job's id.")

@@ -15,8 +15,9 @@ from horowatt_allocator.adapters.clock import SystemClock
 from horowatt_allocator.adapters.config import load_config
 from horowatt_allocator.adapters.inventory import load_inventory
 from horowatt_allocator.adapters.store import SqlStore
-from horowatt_allocator.service.app import Bell, Services, create_public_app, create_socket_app
+from horowatt_allocator.service.app import create_public_app, create_socket_app
 from horowatt_allocator.service.core import Core, Ticker
+from horowatt_allocator.service.dependencies import Bell, Services
 from horowatt_allocator.service.identity import Registry
 from horowatt_allocator.service.listeners import bind_tcp, bind_unix, serve
 

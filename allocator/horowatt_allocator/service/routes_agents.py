@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from horowatt import wire
 from horowatt.errors import NotAllowed
 from horowatt.records import AgentReport
-from horowatt_allocator.service.app import ReportBytes, TheCaller, TheServices
+from horowatt_allocator.service.dependencies import ReportBytes, TheCaller, TheServices
 
 router = APIRouter()
 

@@ -7,15 +7,9 @@ from fastapi import APIRouter, Query, Response
 
 from horowatt.errors import InvalidInput
 from horowatt_allocator.decisions import ledger
-from horowatt_allocator.service.app import (
-    TheCaller,
-    TheServices,
-    cluster_document,
-    json_response,
-    nodes_document,
-    readiness,
-)
+from horowatt_allocator.service.dependencies import TheCaller, TheServices, json_response
 from horowatt_allocator.service.energy import energy_document, for_caller, narrowed
+from horowatt_allocator.service.readings import cluster_document, nodes_document, readiness
 from horowatt_allocator.service.views import SCHEMA_VERSION, decision_view, find_job
 
 router = APIRouter()

@@ -11,7 +11,13 @@ from fastapi import APIRouter, Header, Query, Response
 from horowatt.errors import InvalidInput
 from horowatt_allocator.ports.store import LogFilter, LogPage
 from horowatt_allocator.records.jobs import ENDED
-from horowatt_allocator.service.app import Services, SubmitBytes, TheCaller, TheServices, json_response
+from horowatt_allocator.service.dependencies import (
+    Services,
+    SubmitBytes,
+    TheCaller,
+    TheServices,
+    json_response,
+)
 from horowatt_allocator.service.schemas import SubmitBody, parse_submit
 from horowatt_allocator.service.views import (
     SCHEMA_VERSION,

@@ -416,11 +416,14 @@ def _log_to(path: Path) -> None:
         os.dup2(descriptor, standard)
     os.close(descriptor)
     logging.basicConfig(
-        level=logging.INFO,
+        level=logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
         force=True,
     )
+    # Horovod logs each request of each worker at INFO to the root logger; ours are few and worth reading.
+    for name in ("horowatt", __name__):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
