@@ -14,7 +14,7 @@ from hosts import missing_tools, two_hosts
 pytestmark = [
     pytest.mark.horovod,
     pytest.mark.root,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing_tools()), reason=f"two hosts need {missing_tools()} on this machine"),
 ]
 
@@ -55,19 +55,23 @@ def test_a_job_grows_over_two_hosts_and_shrinks_back() -> None:
                     what="both agents' GPUs to be seen",
                 )
                 wide = cluster.submit(
-                    "--name", "wide", "--tenant", "vision", "--min", "1", "--max", "4", "--batch-size", "64",
-                    "--epochs", "70", "--", sys.executable, str(MLP), "--epochs", "70",
+                    "--name", "wide", "--tenant", "vision", "--widths", "1,4", "--batch-size", "64",
+                    "--epochs", "80", "--", sys.executable, str(MLP), "--epochs", "80",
                 )  # fmt: skip
                 wait_for(
-                    lambda: cluster.job(wide)["width"] == 4, timeout_s=120, what="the job to span both hosts"
+                    lambda: cluster.job(wide)["width"] == 4, timeout_s=150, what="the job to span both hosts"
                 )
-                wait_for(lambda: cluster.job(wide)["rate_per_s"], timeout_s=90, what="a rate at this width")
+                wait_for(
+                    lambda: cluster.job(wide)["generations"][-1]["first_step_end_s"],
+                    timeout_s=90,
+                    what="training at this width",
+                )
                 late = cluster.submit(
                     "--name", "late", "--tenant", "search", "--min", "2", "--max", "2", "--batch-size", "64",
                     "--epochs", "5", "--", sys.executable, str(MLP), "--epochs", "5",
                 )  # fmt: skip
                 cluster.wait_phase(late, "finished", 180)
-                done = cluster.wait_phase(wide, "finished", 240)
+                done = cluster.wait_phase(wide, "finished", 300)
                 widths = [generation["width"] for generation in done["generations"]]
                 assert max(widths) == 4, widths
                 assert any(b < a for a, b in itertools.pairwise(widths)), widths
