@@ -511,6 +511,26 @@ def test_an_attached_job_is_stopped_by_ending_its_workers(node: Node) -> None:
     assert node.launcher().state is LauncherState.STOPPED
 
 
+def test_a_job_that_is_over_publishes_no_slots(node: Node) -> None:
+    """Its slots stay its own while a process lives; then no file names them and nobody pays for them."""
+    node.apply(order(spec(launcher=ATTACHED)))
+    slots = node.folder().slots_json
+    worker = node.hold("l-1", "deaf")
+    node.apply(order(spec(launcher=ATTACHED), run=False))
+    assert len(wire.decode(slots.read_bytes(), SlotsFile).leases) == 1
+    worker.kill()
+    worker.wait()
+    node.tend()
+    assert wire.decode(slots.read_bytes(), SlotsFile).leases == ()
+    assert node.folder().hostfile.read_text() == ""
+    assert not any(state.published or state.held for state in node.keeper.lease_states())
+    node.restart_agent()
+    node.tend()
+    assert wire.decode(slots.read_bytes(), SlotsFile).leases == ()
+    node.apply(order(spec(launcher=ATTACHED), 2, ("l-2",)))
+    assert [lease.lease_id for lease in wire.decode(slots.read_bytes(), SlotsFile).leases] == ["l-2"]
+
+
 def test_only_processes_that_hold_the_lock_are_named(node: Node, tmp_path: Path) -> None:
     """A process that only has the file open is left alone, and so is everybody behind a link."""
     node.apply(order(spec(), launcher_here=False))

@@ -106,8 +106,13 @@ class NodeJob:
         memory = self.memory
         if refusal(memory, self._around.node) is not None:
             return
-        if self._unpublished and memory.slots.generation > 0 and (memory.run or self._folder.root.exists()):
-            self._publish()
+        slots = self._due_slots(now_s)
+        if (
+            (self._unpublished or slots != self._published)
+            and slots.generation > 0
+            and (memory.run or self._folder.root.exists())
+        ):
+            self._publish(slots)
         if not memory.run:
             self.end(now_s)
             return
@@ -172,19 +177,27 @@ class NodeJob:
             streams=read_chunks(self._sources(now_s), budget, self._around.notes.error),
         )
 
-    def _publish(self) -> None:
-        memory, spec = self.memory, self.memory.spec
+    def _due_slots(self, now_s: float) -> SlotsFile:
+        """Return the slots file that is due: a job that is over holds nothing, whoever gets the GPUs next."""
+        slots = self.memory.slots
+        if self.memory.run:
+            return slots
+        self.look()
+        return dataclasses.replace(slots, leases=()) if self.over(now_s) else slots
+
+    def _publish(self, slots: SlotsFile) -> None:
+        spec = self.memory.spec
         try:
             make_job_folder(self._folder, spec.uid, spec.gid)
             environment = self._around.environment
-            publish(self._folder, spec, memory.slots, spec.uid, spec.gid, environment)
+            publish(self._folder, spec, slots, spec.uid, spec.gid, environment)
         except HorowattError as error:
             self._around.notes.error(error)
             return
         except OSError as error:
             self._around.notes.set("HW-AGENT-016", f"job {spec.job_id} cannot be published: {error}")
             return
-        self._published = memory.slots
+        self._published = slots
         self._unpublished = False
         # A worker takes its lock and then reads the slots file; so only locks that are looked at after
         # the publication tell whether a lease that it took back is free.
