@@ -190,13 +190,18 @@ class StreamChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReport:
-    """One job as its node sees it."""
+    """One job as its node sees it.
+
+    Attributes:
+        num_published: Leases that its slots file names on that node; None when the node does not say.
+    """
 
     job_id: str
     generation_published: int
     launcher: LauncherStatus | None
     leases: tuple[LeaseReport, ...]
     streams: tuple[StreamChunk, ...] = ()
+    num_published: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,12 @@ def decode(data: bytes | str, kind: type[T]) -> T:
     """Return the record of type ``kind`` that ``data`` describes.
 
     Raises:
-        InvalidInput: ``HW-WIRE-001`` when the text is not JSON or does not fit the record; the
-            message names the field.
+        InvalidInput: ``HW-WIRE-001`` when the text is not JSON, does not fit the record, or is nested so
+            deeply that only malice explains it; the message names the field.
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidInput(
             "HW-WIRE-001",
             f"this is not a valid {kind.__name__}",

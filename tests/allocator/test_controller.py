@@ -15,6 +15,7 @@ from horowatt_allocator.records.cluster import AgentReported, JobSubmitted, Plan
 from horowatt_allocator.records.jobs import JobPhase
 
 QUICK = Policy(dwell_s=10.0, settle_s=2.0, window_s=5.0, decide_every_s=15.0)
+NESTED = '{"kind": "resumed", "x": ' + "[" * 20_000
 FOREVER = Script(rate_per_s=100, efficiency=0.95)
 
 
@@ -330,7 +331,7 @@ def test_events_may_be_cut_anywhere() -> None:
     first_s = cluster.now + 3
     text = (
         f'{{"kind": "resumed", "world_size": 1, "last_step_end_s": {first_s - 2.5}, "lease_id": "é", '
-        f'"first_step_end_s": {first_s}}}\nnot json\n[]\n'
+        f'"first_step_end_s": {first_s}}}\nnot json\n[]\n{NESTED}\n'
     )
     head, tail = text[:70], text[70:]
     middle = offset + len(head.encode())

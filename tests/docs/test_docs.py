@@ -210,7 +210,8 @@ def _command_lines(block: Block) -> Iterator[str]:
 
 def _calls(line: str) -> Iterator[list[str]]:
     """Yield the arguments of each call of horowatt in a line, called directly or by ``horovodrun``."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    without_redirections = re.sub(r"\s\d?>>?\S+", " ", line)
+    lexer = shlex.shlex(without_redirections, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     segment: list[str] = []
     for word in [*lexer, ";"]:

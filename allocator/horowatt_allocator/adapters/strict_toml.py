@@ -65,7 +65,7 @@ def parse(text: str, path: Path, codes: Codes, what: str) -> "Table":
     """
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidInput(
             codes.malformed,
             f"{path}: the {what} is not valid TOML",

@@ -15,6 +15,8 @@ def horovodrun_line(job: JobView, command: Sequence[str]) -> str | None:
     widths = [width for width in job.document.get("legal_widths", []) if isinstance(width, int)] or [1]
     least, most = str(min(widths)), str(max(widths))
     words = ["horovodrun", "-np", least, "--min-np", least, "--max-np", most]
+    # Without it Horovod's elastic mode waits for a second host, even where there is only one.
+    words += ["--network-interface", "lo"] if job.document.get("loopback") else []
     # Horovod hands the script to a shell, so a path with spaces is quoted once for that shell as well.
     words += ["--host-discovery-script", shlex.quote(script), "horowatt", "worker", "--", *command]
     return shlex.join(words)

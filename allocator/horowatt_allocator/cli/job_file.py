@@ -84,7 +84,7 @@ def _read(path: Path) -> str:
 def _parse(path: Path, text: str) -> Mapping[str, object]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidInput(
             "HW-CLI-004",
             f"{path}: the job file is not valid TOML",

@@ -186,10 +186,13 @@ def _absorb_launcher(draft: Draft, job: Job, launcher: LauncherStatus | None) ->
 def _end(draft: Draft, job: Job, launcher: LauncherStatus) -> None:
     """Act on the launcher's verdict over a job that nobody told to end."""
     if launcher.state is LauncherState.FINISHED:
-        reason = Reason(code=launcher.code or "finished", sentence=launcher.message or "the script ended")
+        reason = Reason(
+            code=launcher.code or "finished",
+            sentence=" ".join(launcher.message.split()) or "the script ended",
+        )
         draft.stop(job, JobPhase.FINISHED, reason, 0 if launcher.exit_code is None else launcher.exit_code)
         return
-    why = launcher.message or f"the launcher ended as {launcher.state.value}"
+    why = " ".join(launcher.message.split()) or f"the launcher ended as {launcher.state.value}"
     if launcher.state not in _ABSENT_ENDS:
         draft.stop(job, JobPhase.FAILED, Reason(code=launcher.code or "failed", sentence=why))
     elif job.spec.launcher is LauncherKind.ATTACHED:
@@ -221,7 +224,7 @@ def _is_free(draft: Draft, lease: LeaseState, report: JobReport | None) -> bool:
     if any(r.held for r in own):
         return False
     if job.phase is JobPhase.STOPPING:
-        return not job.launcher_alive
+        return not job.launcher_alive and not (report is not None and report.num_published)
     if report is None or report.generation_published < job.generation:
         return False
     if lease.started or not job.launcher_alive or job.generation_applied >= job.generation:

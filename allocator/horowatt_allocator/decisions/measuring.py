@@ -103,7 +103,7 @@ def _unread(chunk: StreamChunk, cursor: StreamCursor) -> str | None:
 def _absorb_line(job: Job, line: str) -> Job:
     try:
         event = msgspec.json.decode(line, type=_Event)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return job
     end_s = event.first_step_end_s
     if event.kind != "resumed" or end_s is None or not math.isfinite(end_s):
@@ -146,7 +146,7 @@ def _enter_generation(draft: Draft, job: Job, leases: list[LeaseState]) -> Job:
     known = [first for first in firsts if first is not None]
     if generation.first_step_end_s is None and len(known) == job.width:
         generation = replace(generation, first_step_end_s=min(known))
-        draft.decide_because(f"job '{job.spec.name}' trains on {job.width} GPUs")
+        draft.decide_because(f"job '{job.spec.name}' trains on {_gpus(job.width)}")
     resumed_s, stopped_s = generation.resumed_s, generation.stopped_s
     is_new = generation.pause_s is None and generation.first_step_end_s is not None
     if is_new and resumed_s is not None and stopped_s is not None:
@@ -262,7 +262,7 @@ def _surprise(draft: Draft, job: Job, estimate: JobEstimate, new: Observation) -
     """Return why an observation calls for a decision, or an empty string."""
     name = job.spec.name
     if observed(estimate, new.gpu_type, new.width, new.limit_w) is None:
-        return f"job '{name}' was measured on {new.width} GPUs for the first time"
+        return f"job '{name}' was measured on {_gpus(new.width)} for the first time"
     column = job.column
     if column.width == new.width and same_limit(column.limit_w, new.limit_w):
         if not column.low_rate_per_s <= new.rate_per_s <= column.high_rate_per_s:
@@ -280,3 +280,7 @@ def _gpu_of(draft: Draft, lease: LeaseState) -> Gpu | None:
     if node is None:
         return None
     return next((gpu for gpu in node.gpus if gpu.uuid == lease.gpu_uuid), None)
+
+
+def _gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"

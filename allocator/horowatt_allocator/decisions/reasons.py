@@ -78,6 +78,10 @@ def rate_text(before: Column, after: Column, job: Job) -> str:
     if before.width == 0 or before.nominal:
         return f"{after.rate_per_s:,.0f} samples/s expected"
     now_per_s = job.rate_per_s if job.rate_per_s is not None else before.rate_per_s
+    more = (after.width, after.limit_w or 0.0) >= (before.width, before.limit_w or 0.0)
+    if (after.rate_per_s >= now_per_s) is not more:
+        # Now is a moment, expected is an estimate: side by side they would say the opposite of why.
+        return f"{after.rate_per_s:,.0f} samples/s expected"
     return f"{now_per_s:,.0f} → {after.rate_per_s:,.0f} samples/s expected"
 
 

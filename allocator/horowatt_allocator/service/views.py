@@ -87,8 +87,8 @@ def job_view(state: State, job: Job, energy_j: float | None) -> Document:
         "restarts": job.restarts,
         "home_node": job.home_node,
         "nodes": nodes,
-        "rate_per_s": job.rate_per_s,
-        "power_w": job.power_w,
+        "rate_per_s": None if job.phase in ENDED else job.rate_per_s,
+        "power_w": None if job.phase in ENDED else job.power_w,
         "energy_j": energy_j,
         "samples": job.samples,
         "total_samples": job.total_samples,
@@ -100,6 +100,10 @@ def job_view(state: State, job: Job, energy_j: float | None) -> Document:
         "exit_code": job.exit_code,
         "reason": {"code": job.reason.code, "sentence": job.reason.sentence},
         "simulated": any(lease.simulated for lease in leases) or _home_simulated(state, job),
+        "loopback": all(
+            node.spec.address == "localhost" or node.spec.address.startswith("127.")
+            for node in state.nodes.values()
+        ),
         "isolated": all(state.nodes[node].isolated for node in nodes if node in state.nodes)
         if nodes
         else None,
@@ -132,7 +136,11 @@ def _generation(generation: Generation) -> Document:
 
 def _home_simulated(state: State, job: Job) -> bool:
     node = state.nodes.get(job.home_node or "")
-    return node is not None and any(gpu.simulated for gpu in node.gpus)
+    if node is not None:
+        return any(gpu.simulated for gpu in node.gpus)
+    # An ended job has no node any more; it ran on GPUs of a type, and all of a type are alike.
+    types = {generation.gpu_type for generation in job.generations}
+    return any(gpu.simulated for node in state.nodes.values() for gpu in node.gpus if gpu.gpu_type in types)
 
 
 def _job_dir(state: State, job: Job) -> str | None:

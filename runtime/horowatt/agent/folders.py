@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the agent does in folders that tenants own, and what it reads there, trusting nothing."""
 
+import dataclasses
 import json
 import os
-import shutil
+import re
 import stat
+import subprocess
 from pathlib import Path
 
 from horowatt import wire
@@ -20,6 +22,10 @@ _MAX_EXIT_CODE = 255
 _TAIL_BYTES = 4096
 _TAIL_LINES = 5
 _MAX_FOUND_LEASES = 256
+
+_CODE = re.compile(r"HW-[A-Z]+-\d{3}")
+_MAX_EXIT_CODE = 255
+_MAX_MESSAGE_CHARS = 4096
 
 
 def make_job_folder(folder: JobFolder, uid: int, gid: int) -> None:
@@ -53,16 +59,33 @@ def delete_job_folder(folder: JobFolder) -> None:
     if folder.root.is_symlink():
         folder.root.unlink()
     elif folder.root.exists():
-        shutil.rmtree(folder.root)
+        # A tenant can nest folders deeper than shutil.rmtree can recurse.
+        done = subprocess.run(
+            ["rm", "-rf", "--one-file-system", "--", str(folder.root)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise OSError(done.stderr.strip()[-_TAIL_BYTES:] or "rm failed")
 
 
 def read_status(folder: JobFolder, uid: int) -> LauncherStatus | None:
     """Return what the launcher last said, or None when there is nothing that can be understood."""
     try:
         data = read_owned(folder.launcher_json, uid, limit_bytes=_STATUS_LIMIT_BYTES)
-        return wire.decode(data, LauncherStatus)
+        said = wire.decode(data, LauncherStatus)
     except (OSError, HorowattError):
         return None
+    # The file is the tenant's: what it says is shown to people, so it must look like what ours says.
+    known_exit = said.exit_code is None or abs(said.exit_code) <= _MAX_EXIT_CODE
+    return dataclasses.replace(
+        said,
+        code=said.code if _CODE.fullmatch(said.code) else "",
+        message=said.message[:_MAX_MESSAGE_CHARS],
+        exit_code=said.exit_code if known_exit else None,
+    )
 
 
 def read_tail(path: Path, uid: int) -> str:

@@ -53,8 +53,8 @@ class JobKeeper:
             try:
                 job.look()
                 job.tend(now_s)
-            except OSError as error:
-                self._around.notes.set("HW-AGENT-016", f"job {job_id} cannot be looked after: {error}")
+            except Exception as error:  # noqa: BLE001 - one job's files must not end the agent of all
+                self._around.notes.set("HW-AGENT-016", f"job {job_id} cannot be looked after: {error!r}")
                 continue
             if job.forgetting and job.over(now_s):
                 self._delete(job_id, job)

@@ -189,7 +189,7 @@ class Agent:
             gpus=self._boards.reports(),
             jobs=self._jobs.reports(self._clock.now_s()),
             intervals=self._spool.unacked(),
-            notes=self._notes.all(),
+            notes={**self._notes.all(), "run_dir": str(self._config.run_dir.absolute())},
         )
 
     def _answered(self, answer: Answer, now_s: float) -> bool:

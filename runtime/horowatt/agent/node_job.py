@@ -172,6 +172,7 @@ class NodeJob:
         return JobReport(
             job_id=self.memory.spec.job_id,
             generation_published=self._published.generation if self._published else 0,
+            num_published=len(self._published.leases) if self._published else 0,
             launcher=self._status(now_s, reports, counters),
             leases=tuple(reports),
             streams=read_chunks(self._sources(now_s), budget, self._around.notes.error),
@@ -191,11 +192,14 @@ class NodeJob:
             make_job_folder(self._folder, spec.uid, spec.gid)
             environment = self._around.environment
             publish(self._folder, spec, slots, spec.uid, spec.gid, environment)
-        except HorowattError as error:
-            self._around.notes.error(error)
-            return
-        except OSError as error:
-            self._around.notes.set("HW-AGENT-016", f"job {spec.job_id} cannot be published: {error}")
+        except (HorowattError, OSError) as error:
+            if isinstance(error, HorowattError):
+                self._around.notes.error(error)
+            else:
+                self._around.notes.set("HW-AGENT-016", f"job {spec.job_id} cannot be published: {error}")
+            if not self.memory.run and not slots.leases:
+                # What its own user put in the way of a job that is over keeps nobody from its slots.
+                self._published = slots
             return
         self._published = slots
         self._unpublished = False

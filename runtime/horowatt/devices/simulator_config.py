@@ -91,7 +91,7 @@ class SimulatorConfig:
         """
         try:
             document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise _unreadable(source, str(error)) from error
         where = _Where(text, source)
         for key in document:

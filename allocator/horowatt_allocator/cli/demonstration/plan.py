@@ -13,12 +13,12 @@ TIME_LIMIT_S = 280
 LATER_S = 45.0
 """When the job with the deadline arrives: the first two have been measured and resized by then."""
 
-ACCURACY_TOLERANCE = 0.02
+ACCURACY_TOLERANCE = 0.03
 """How far below its solo run a job's accuracy may be.
 
 Widths change the order of samples and, with a batch fixed per worker, the size of a step, so two runs
-of one script never end with the same weights. On the digits' few hundred test images one image is
-about 0.003; this is half a dozen of them. A run that lost or repeated part of its data falls further.
+of one script never end with the same weights. On 359 test images an accuracy of 0.95 has a standard error
+of 0.012; this is two and a half of them. A run that lost part of its data falls further.
 """
 
 
@@ -59,7 +59,7 @@ SIMULATED_JOBS = (
         tenant="speech",
         purpose="is bound by communication",
         script="digits_wide.py",
-        epochs=2,
+        epochs=8,
         batch_size=16,
     ),
     DemoJob(
