@@ -24,7 +24,7 @@ BATCHES_PER_COMMIT = 5
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=16, help="samples per worker and step")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="for one worker")
     parser.add_argument("--seed", type=int, default=1)

@@ -156,8 +156,8 @@ def _shrank(decided: Round, job: Job, column: Column, winner: tuple[Job, Column]
         why = f"the power cap of {decided.state.policy.cap_w:,.0f} W binds"
     else:
         saved_w = job.column.marginal_w - column.marginal_w
-        why = (
-            f"{_count(job.column.width - column.width, 'GPU')} brought too little for their {saved_w:,.0f} W"
+        why = f"the last {_count(job.column.width - column.width, 'GPU')} brought too little" + (
+            f" for {saved_w:,.0f} W" if saved_w > 0 else ""
         )
     return Reason(code="shrank", sentence=f"{head}{why}; {rate_text(job.column, column, job)}")
 

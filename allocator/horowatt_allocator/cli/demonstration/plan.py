@@ -59,7 +59,7 @@ SIMULATED_JOBS = (
         tenant="speech",
         purpose="is bound by communication",
         script="digits_wide.py",
-        epochs=8,
+        epochs=12,
         batch_size=16,
     ),
     DemoJob(
