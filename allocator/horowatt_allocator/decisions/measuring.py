@@ -22,6 +22,7 @@ from horowatt.records import StreamChunk
 from horowatt_allocator.decisions.deadlines import needed_rate_per_s
 from horowatt_allocator.decisions.draft import Draft
 from horowatt_allocator.decisions.estimates import observe, observe_pause, observed, same_limit
+from horowatt_allocator.decisions.reasons import counted
 from horowatt_allocator.records.cluster import Gpu
 from horowatt_allocator.records.jobs import (
     Generation,
@@ -146,7 +147,7 @@ def _enter_generation(draft: Draft, job: Job, leases: list[LeaseState]) -> Job:
     known = [first for first in firsts if first is not None]
     if generation.first_step_end_s is None and len(known) == job.width:
         generation = replace(generation, first_step_end_s=min(known))
-        draft.decide_because(f"job '{job.spec.name}' trains on {_gpus(job.width)}")
+        draft.decide_because(f"job '{job.spec.name}' trains on {counted(job.width, 'GPU')}")
     resumed_s, stopped_s = generation.resumed_s, generation.stopped_s
     is_new = generation.pause_s is None and generation.first_step_end_s is not None
     if is_new and resumed_s is not None and stopped_s is not None:
@@ -262,7 +263,7 @@ def _surprise(draft: Draft, job: Job, estimate: JobEstimate, new: Observation) -
     """Return why an observation calls for a decision, or an empty string."""
     name = job.spec.name
     if observed(estimate, new.gpu_type, new.width, new.limit_w) is None:
-        return f"job '{name}' was measured on {_gpus(new.width)} for the first time"
+        return f"job '{name}' was measured on {counted(new.width, 'GPU')} for the first time"
     column = job.column
     if column.width == new.width and same_limit(column.limit_w, new.limit_w):
         if not column.low_rate_per_s <= new.rate_per_s <= column.high_rate_per_s:
@@ -280,7 +281,3 @@ def _gpu_of(draft: Draft, lease: LeaseState) -> Gpu | None:
     if node is None:
         return None
     return next((gpu for gpu in node.gpus if gpu.uuid == lease.gpu_uuid), None)
-
-
-def _gpus(number: int) -> str:
-    return "1 GPU" if number == 1 else f"{number} GPUs"

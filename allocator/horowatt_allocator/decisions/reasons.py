@@ -97,7 +97,8 @@ def _winner(decided: Round) -> tuple[Job, Column] | None:
     return min(gains, key=lambda gain: (gain[0].spec.deadline_s is None, gain[0].column.width > 0))
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -105,10 +106,10 @@ def _free(decided: Round, wanted: int) -> str:
     if decided.num_free >= wanted:
         total = sum(gpu_type.num_gpus for gpu_type in decided.types.values())
         return (
-            f"{decided.num_free} of {_count(total, 'GPU')} {'was' if decided.num_free == 1 else 'were'} free"
+            f"{decided.num_free} of {counted(total, 'GPU')} {'was' if decided.num_free == 1 else 'were'} free"
         )
     lacking = wanted - decided.num_free
-    return f"{_count(lacking, 'GPU')} {'comes' if lacking == 1 else 'come'} from other jobs"
+    return f"{counted(lacking, 'GPU')} {'comes' if lacking == 1 else 'come'} from other jobs"
 
 
 def _deadline(decided: Round, job: Job, column: Column) -> str:
@@ -139,13 +140,13 @@ def _grew(decided: Round, job: Job, column: Column) -> Reason:
 
 def _shrank(decided: Round, job: Job, column: Column, winner: tuple[Job, Column] | None) -> Reason:
     if column.width == job.width:
-        sentence = f"stays on {_count(job.width, 'GPU')}: growing to {job.column.width} was called off"
+        sentence = f"stays on {counted(job.width, 'GPU')}: growing to {job.column.width} was called off"
         return Reason(code="kept", sentence=sentence)
     head = f"shrank {job.column.width} → {column.width}: "
     if winner is not None:
         other, gained = winner
         who = f"job '{other.spec.name}'" if other.spec.uid == job.spec.uid else "another user's job"
-        num_gpus = _count(gained.width, "GPU")
+        num_gpus = counted(gained.width, "GPU")
         if other.spec.deadline_s is not None:
             why = f"{who} needs {num_gpus} to meet its deadline"
         elif other.column.width == 0:
@@ -156,7 +157,7 @@ def _shrank(decided: Round, job: Job, column: Column, winner: tuple[Job, Column]
         why = f"the power cap of {decided.state.policy.cap_w:,.0f} W binds"
     else:
         saved_w = job.column.marginal_w - column.marginal_w
-        why = f"the last {_count(job.column.width - column.width, 'GPU')} brought too little" + (
+        why = f"the last {counted(job.column.width - column.width, 'GPU')} brought too little" + (
             f" for {saved_w:,.0f} W" if saved_w > 0 else ""
         )
     return Reason(code="shrank", sentence=f"{head}{why}; {rate_text(job.column, column, job)}")
@@ -182,7 +183,7 @@ def _waits(decided: Round, job: Job, position: int) -> Reason:
     tail = f"; position {position}"
     tenant = decided.state.tenants.get(job.spec.tenant)
     if usable < legal:
-        sentence = f"waits: needs {_count(legal, f'{wanted} GPU'.strip())}, {usable} can be reached{tail}"
+        sentence = f"waits: needs {counted(legal, f'{wanted} GPU'.strip())}, {usable} can be reached{tail}"
         return Reason(code="no-gpus", sentence=sentence)
     if tenant is not None and tenant.gpu_quota is not None and f"quota {tenant.name}" in decided.plan.binding:
         sentence = f"waits: the quota of tenant '{tenant.name}' is {tenant.gpu_quota} GPUs{tail}"
@@ -198,5 +199,5 @@ def _waits(decided: Round, job: Job, position: int) -> Reason:
     if used >= usable:
         taken = "the only GPU is taken" if usable == 1 else f"all {usable} GPUs are taken"
         return Reason(code="waits", sentence=f"waits: {taken}{tail}")
-    sentence = f"waits: needs {_count(legal, 'GPU')}, {usable - used} of {usable} are left{tail}"
+    sentence = f"waits: needs {counted(legal, 'GPU')}, {usable - used} of {usable} are left{tail}"
     return Reason(code="waits", sentence=sentence)
