@@ -439,6 +439,8 @@ def test_an_absent_head_leaves_no_hole(site: Site) -> None:
     wait_for(lambda: time.time() > away_s + 2, "some intervals")
     site.head.start()
     site.head.after(lambda report: report.gpus, "the return")
+    # The report is with the head before the agent has its answer.
+    wait_for(lambda: "answers again" in site.log.read_text(), "the agent to see it back")
     site.end()
     chain = site.head.intervals(GPUS[0])
     assert len([one for one in chain if away_s < one.start_s < away_s + 2]) >= 2
