@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher's Horovod driver believes of the hostfile.
 
-The hostfile says what is published; the driver is told something else only where believing it would
-stop the job: an unreadable or empty file, fewer slots than the job's minimum, or a set of slots none of
-which is held by a living worker, so that nobody could hand over the state. Then the last good answer
-stands, and so do its workers, until the grace period for leases that were taken back ends them.
+The hostfile says which slots are granted. The driver is told of a new slot only when the worker for it
+waits at the door, so that nobody has to wait for it; of a slot that was taken back it is told at once. And
+it is told something else where believing the file would stop the job: an unreadable or empty file, fewer
+slots than the job's minimum, or a set of slots none of which is held by a living worker, so that nobody could
+hand over the state. Then the last good answer stands, and so do its workers, until the grace period
+for leases that were taken back ends them.
 """
 
 import logging
@@ -42,21 +44,49 @@ _REMEMBERED = 16
 class HostfileDiscovery:
     """Horovod's ``HostDiscovery``: never waits, never fails, returns a new dictionary each time."""
 
-    def __init__(self, job: JobFolder, min_width: int, living: Callable[[], frozenset[str]]) -> None:
+    def __init__(
+        self,
+        job: JobFolder,
+        min_width: int,
+        living: Callable[[], frozenset[str]],
+        admitted: Callable[[], frozenset[str]] = frozenset,
+        on_believed: Callable[[Published], None] = lambda _: None,
+    ) -> None:
         """Read the hostfile of ``job``.
 
         Args:
-            living: Returns the ids of the leases whose workers live; called without any lock held.
+            living: Returns the ids of the leases whose workers are in the job's world or on their way there;
+                called without any lock held.
+            admitted: Returns the ids of the new leases that the driver may be told of.
+            on_believed: Called when the driver is about to be told something new.
         """
         self._job = job
         self._min_width = min_width
         self._living = living
+        self._admitted = admitted
+        self._on_believed = on_believed
         self._lock = threading.Lock()
         self._signature: tuple[int, ...] = ()
         self._published = NOTHING
         self._believed = NOTHING
+        self._excluded: frozenset[str] = frozenset()
         self._refused = ""
         self._generations: OrderedDict[frozenset[str], int] = OrderedDict()
+
+    def exclude(self, lease_ids: Iterable[str]) -> None:
+        """Never tell the driver of these leases: what was to become their workers has failed."""
+        self._excluded |= frozenset(lease_ids)
+
+    def start_over(self) -> None:
+        """Forget what was believed: the job gets a new world with a new driver."""
+        with self._lock:
+            self._believed = NOTHING
+
+    @property
+    def wanted(self) -> dict[str, Lease]:
+        """The published leases but for the excluded ones."""
+        leases = self._published.leases
+        return {name: lease for name, lease in leases.items() if name not in self._excluded}
 
     @property
     def published(self) -> Published:
@@ -99,9 +129,21 @@ class HostfileDiscovery:
         self._published = Published(slots.generation, leases)
 
     def _consider(self) -> None:
-        wanted = self._published.leases
+        wanted = self.wanted
+        generation = self._published.generation
+        before = self._believed
+        if before.leases:
+            new = wanted.keys() - before.leases.keys()
+            if new - self._admitted():
+                # What was taken back is not kept for what is not there yet.
+                wanted = {name: lease for name, lease in wanted.items() if name in before.leases}
+                if len(wanted) == len(before.leases):
+                    return
+                generation = before.generation
+        if wanted.keys() == before.leases.keys() and generation == before.generation:
+            return
         if len(wanted) < self._min_width:
-            if self._believed.leases:
+            if before.leases:
                 self._note(f"{len(wanted)} slots are published and the job's minimum is {self._min_width}")
             return
         living = self._living()
@@ -109,10 +151,12 @@ class HostfileDiscovery:
             self._note("no worker that lives is among the published slots")
             return
         self._refused = ""
-        self._believed = self._published
-        self._generations[frozenset(wanted)] = self._published.generation
+        self._believed = Published(generation, wanted)
+        self._generations[frozenset(wanted)] = generation
         while len(self._generations) > _REMEMBERED:
             self._generations.popitem(last=False)
+        if wanted.keys() != before.leases.keys():
+            self._on_believed(self._believed)
 
     def _note(self, why: str) -> None:
         if why != self._refused:

@@ -126,6 +126,11 @@ class JobFolder:
         return self.root / "events.jsonl"
 
     @property
+    def commits(self) -> Path:
+        """Folder of the job's durable commits on this node."""
+        return self.root / "commits"
+
+    @property
     def leases(self) -> Path:
         """Parent of the folders of the leases."""
         return self.root / "leases"

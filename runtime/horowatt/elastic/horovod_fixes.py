@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from horowatt.elastic.standby import Standby
 from horowatt.errors import NeedsOperator
 
 TESTED_VERSION = "0.28.1"
@@ -223,20 +224,24 @@ def worker_hooks(
     on_world: Callable[[int, int], None],
     on_leave: Callable[[], None],
     uncounted: Callable[[], Any],
+    on_phase: Callable[[str], None] = lambda _: None,
+    standby: Standby | None = None,
 ) -> Mapping[str, Callable[[ModuleType], None]]:
     """Return what to do to modules of Horovod once a script has imported them, by module name.
 
     Args:
-        on_world: Called with rank and size after each ``hvd.init``.
+        on_world: Called with rank and size after each ``hvd.init`` of a world with others.
         on_leave: Called before a worker whose slot was withdrawn exits.
         uncounted: Returns a context manager within which optimizer steps are not training.
+        on_phase: Called with ``"interrupted"`` and ``"synced"`` when a resize has come so far.
+        standby: What this worker is until it joins, if it was started as one.
     """
     return {
         "horovod.common": lambda _: require_tested_version(),
-        "horovod.torch.mpi_ops": lambda module: _patch_init(module, on_world, on_leave),
+        "horovod.torch.mpi_ops": lambda module: _patch_init(module, on_world, on_leave, standby),
         "horovod.torch.functions": lambda module: _patch_broadcast_optimizer_state(module, uncounted),
         "horovod.torch.elastic.sampler": _patch_sampler,
-        "horovod.torch.elastic.state": _patch_state,
+        "horovod.torch.elastic.state": lambda module: _patch_state(module, on_phase, standby),
     }
 
 
@@ -251,7 +256,10 @@ _ASSIGNED = (
 
 
 def _patch_init(
-    module: ModuleType, on_world: Callable[[int, int], None], on_leave: Callable[[], None]
+    module: ModuleType,
+    on_world: Callable[[int, int], None],
+    on_leave: Callable[[], None],
+    standby: Standby | None,
 ) -> None:
     original = module.init
     entered = False
@@ -262,9 +270,13 @@ def _patch_init(
         if module.is_initialized():
             original(*args, **kwargs)
             return
+        if standby is not None and standby.waiting:
+            standby.private_init(original, *args, **kwargs)
+            return
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1" and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
-        if entered and elastic:
-            assignment = _ask_for_assignment()
+        if elastic and (entered or standby is not None):
+            # A standby that joins was told its place.
+            assignment = _ask_for_assignment() if entered else {}
             if assignment is None:
                 on_leave()
                 raise SystemExit(0)
@@ -369,26 +381,40 @@ def _patch_sampler(module: ModuleType) -> None:
     module.ElasticSampler.__iter__ = padded
 
 
-def _patch_state(module: ModuleType) -> None:
+def _patch_state(module: ModuleType, on_phase: Callable[[str], None], standby: Standby | None) -> None:
     from horovod.common.elastic import ObjectState
     from horovod.common.exceptions import HostsUpdatedInterrupt
 
     state_class = module.TorchState
     check = state_class.check_host_updates
+    original_commit = state_class.commit
 
     def check_host_updates(self: Any) -> None:
         try:
             check(self)
         except HostsUpdatedInterrupt as interrupt:
-            self.save()
+            on_phase("interrupted")
+            if not getattr(self, "_horowatt_committing", False):
+                self.save()
             raise HostsUpdatedInterrupt(False) from interrupt
+
+    def commit(self: Any) -> None:
+        # It has just saved, and a second copy of a large state would be made while all wait.
+        self._horowatt_committing = True
+        try:
+            original_commit(self)
+        finally:
+            self._horowatt_committing = False
 
     def sync(self: Any) -> None:
         # Models last: what an optimizer does to them while it creates its state is overwritten.
         for handler in sorted(self._handlers.values(), key=_is_model(module)):
             handler.sync()
         ObjectState.sync(self)
+        if standby is None or not standby.waiting:
+            on_phase("synced")
 
+    state_class.commit = commit
     state_class.check_host_updates = check_host_updates
     state_class.sync = sync
 

@@ -24,6 +24,23 @@ def install(hooks: Mapping[str, Hook]) -> None:
     sys.meta_path.insert(0, _Finder(waiting))
 
 
+def merged(*features: Mapping[str, Hook]) -> dict[str, Hook]:
+    """Return the hooks of several features: those of one module are called in the order given."""
+    by_name: dict[str, list[Hook]] = {}
+    for hooks in features:
+        for name, hook in hooks.items():
+            by_name.setdefault(name, []).append(hook)
+    return {name: _in_turn(hooks) for name, hooks in by_name.items()}
+
+
+def _in_turn(hooks: Sequence[Hook]) -> Hook:
+    def call_all(module: ModuleType) -> None:
+        for hook in hooks:
+            _call(hook, module)
+
+    return call_all
+
+
 def _call(hook: Hook, module: ModuleType) -> None:
     try:
         hook(module)

@@ -18,17 +18,22 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horowatt.elastic import horovod_fixes
+from horowatt.elastic.command import parse_python
+from horowatt.elastic.control import Message
 from horowatt.elastic.counters import read_counters
-from horowatt.elastic.discovery import HostfileDiscovery
+from horowatt.elastic.discovery import HostfileDiscovery, Published
 from horowatt.elastic.events import append_event
 from horowatt.elastic.folder import JobFolder
 from horowatt.elastic.network import LOOPBACK, address_towards, interface_of, is_loopback, resolve
+from horowatt.elastic.standby import RENDEZVOUS_VARIABLE
+from horowatt.elastic.standbys import Standbys
 from horowatt.elastic.verdict import Verdict, judge, last_traceback
-from horowatt.elastic.workers import Worker, Workers, prepare_launch
+from horowatt.elastic.workers import CONNECTION_LOST, Worker, Workers, prepare_launch
 from horowatt.errors import HorowattError, InvalidInput, RetryLater
 from horowatt.files import write_atomic
 from horowatt.records import LauncherState, LauncherStatus, LaunchSpec, Lease
@@ -44,6 +49,17 @@ NO_WORKER_PATIENCE_S = 30.0
 """How long Horovod may take to conclude after the last worker ended, seconds."""
 JOIN_PATIENCE_S = 10.0
 """How long after a worker ended before it joined the others are given to end likewise, seconds."""
+JOIN_DEADLINE_S = 30.0
+"""How long workers that were ready may take to join the others, seconds."""
+JOIN_DEADLINE_VARIABLE = "HOROWATT_JOIN_DEADLINE_S"
+CUT_OFF_PATIENCE_S = 5.0
+"""How long the others may take to notice that a worker's node is gone, seconds."""
+RESTART_GRACE_S = 2.0
+MAX_RESTARTS = 3
+RESTART_WINDOW_S = 600.0
+"""In so many seconds the launcher starts its world again at most ``MAX_RESTARTS`` times."""
+SUSPEND_PATIENCE_S = 90.0
+"""How long a job that is suspended may train on until its commit is on disk, seconds."""
 KILL_PATIENCE_S = 30.0
 """How long a worker may take to die of SIGKILL: one stuck in a driver may never do, seconds."""
 LOCK_PATIENCE_S = 2.0
@@ -52,6 +68,15 @@ DISCONNECT_S = 20.0
 EXIT_REFUSED = 125
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """Why a world cannot go on; whether another one can, and without which leases."""
+
+    why: str
+    leases: frozenset[str] = frozenset()
+    restart: bool = False
 
 
 class Launcher:
@@ -68,17 +93,35 @@ class Launcher:
         self._generation_applied = 0
         self._assigned: tuple[str, ...] = ()
         self._assigned_s = 0.0
-        self._release_grace_s = _release_grace_s()
+        self._release_grace_s = _seconds(RELEASE_GRACE_VARIABLE, RELEASE_GRACE_S)
         self._withdrawn_since_s: dict[str, float] = {}
         self._alone_since_s: float | None = None
         self._workers: Workers | None = None
-        self._discovery = HostfileDiscovery(job, spec.min_width, self._living)
+        self._discovery = HostfileDiscovery(
+            job, spec.min_width, self._living, self._admitted, self._on_believed
+        )
+        self._standbys: Standbys | None = None
+        self._wake = threading.Event()
+        self._persisted = threading.Event()
+        self._suspending = False
+        self._generation_granted = 0
+        self._newcomers: frozenset[str] = frozenset()
+        self._first_assignment = True
+        self._trained_before = any(job.commits.glob("*")) if job.commits.is_dir() else False
+        self._restarts_s: list[float] = []
+        self._join_deadline_s = _seconds(JOIN_DEADLINE_VARIABLE, JOIN_DEADLINE_S)
         self._driver: Any = None
         self._horovod_env: dict[str, str] = {}
 
     def stop(self) -> None:
         """Ask for an orderly stop; returns at once."""
         self._stop.set()
+        self._wake.set()
+
+    def suspend(self) -> None:
+        """Ask for a stop after a durable commit, from which the job can go on later; returns at once."""
+        self._suspending = True
+        self.stop()
 
     def run(self) -> Verdict:
         """Run the job to its end, whatever that is, and return the verdict; leaves no worker behind."""
@@ -99,6 +142,8 @@ class Launcher:
                 message=f"the launcher failed: {type(error).__name__}: {error}",
             )
         else:
+            if self._suspending:
+                self._persist_all()
             self._end_all(STOP_GRACE_S)
             verdict = self._judge(gave_up)
         self._end_all(STOP_GRACE_S)
@@ -116,12 +161,22 @@ class Launcher:
     def _run_horovod(self) -> str:
         """Run until Horovod is done or must be given up; return why it was given up, if it was."""
         horovod_fixes.prepare_driver_module()
-        self._workers = Workers(
-            self._job, prepare_launch(self._spec), self._spec, self._own_node(), self._on_exit
-        )
+        launch = prepare_launch(self._spec)
+        while True:
+            self._workers = Workers(
+                self._job, launch, self._spec, self._own_node(), self._on_exit, self._on_message
+            )
+            trouble = self._run_world()
+            if trouble is None or not trouble.restart or not self._may_restart():
+                return trouble.why if trouble else ""
+            self._restart(trouble)
+
+    def _run_world(self) -> "_Trouble | None":
+        """Run one world from its first start to its end, through any number of resizes."""
+        assert self._workers is not None  # noqa: S101 - set by the only caller
         width = self._wait_for_slots()
         if not width:
-            return ""
+            return None
         address = self._own_address()
         rendezvous = horovod_fixes.make_rendezvous_server(address)
         self._driver = horovod_fixes.make_driver(
@@ -134,9 +189,7 @@ class Launcher:
         from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 
         port = rendezvous.start(create_rendezvous_handler(self._driver))
-        self._horovod_env = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        always = {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_ELASTIC": "1",
@@ -144,12 +197,55 @@ class Launcher:
                 "HOROVOD_GLOO_TIMEOUT_SECONDS", str(horovod_fixes.GLOO_TIMEOUT_S)
             ),
         }
+        self._horovod_env = {
+            **always,
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        }
+        self._standbys = Standbys(
+            self._job,
+            self._workers,
+            self._discovery,
+            lambda: {**always, RENDEZVOUS_VARIABLE: f"{address}:{port}"},
+            why_cold(self._spec),
+            self._own_node(),
+        )
         _log.info("rendezvous on %s port %d, starting %d workers", address, port, width)
         # Its first poll brings all published slots, which may be fewer by now than a moment ago.
         self._driver.start(max(self._spec.min_width, 1), self._run_worker)
         self._state = LauncherState.RUNNING
         self._report()
         return self._watch()
+
+    def _may_restart(self) -> bool:
+        now_s = time.monotonic()
+        self._restarts_s = [at_s for at_s in self._restarts_s if now_s - at_s < RESTART_WINDOW_S]
+        return len(self._restarts_s) < MAX_RESTARTS
+
+    def _restart(self, trouble: "_Trouble") -> None:
+        """End the world, and have the next one go on from the last durable commit."""
+        assert self._workers is not None  # noqa: S101
+        self._restarts_s.append(time.monotonic())
+        _log.warning("starting the world again: %s", trouble.why)
+        append_event(
+            self._job.events,
+            "world-restarted",
+            generation=self._discovery.believed.generation,
+            why=trouble.why,
+            restarts=len(self._restarts_s),
+        )
+        self._end_all(RESTART_GRACE_S)
+        self._disconnect()
+        self._trained_before = self._trained_before or any(
+            self._workers.progress(worker)[0] for worker in self._workers.all()
+        )
+        self._discovery.exclude(trouble.leases)
+        self._discovery.start_over()
+        self._standbys = None
+        self._driver = None
+        self._assigned = ()
+        self._first_assignment = True
+        self._alone_since_s = None
 
     def _own_node(self) -> str:
         """Return this node's name; without ``--node`` all leases must be on one."""
@@ -201,9 +297,25 @@ class Launcher:
     def _on_assignment(self, hosts: tuple[str, ...]) -> None:
         """Note what Horovod's driver assigned, before it starts the new workers."""
         generation = self._discovery.generation_of(hosts)
+        self._newcomers = frozenset(hosts) - frozenset(self._assigned)
+        self._first_assignment = not self._assigned
         self._assigned, self._assigned_s = hosts, time.time()
         _log.info("generation %d: %s", generation, " ".join(hosts))
-        append_event(self._job.events, "published", generation=generation, width=len(hosts))
+        append_event(self._job.events, "assigned", generation=generation, width=len(hosts))
+
+    def _on_believed(self, published: Published) -> None:
+        append_event(
+            self._job.events,
+            "published",
+            generation=published.generation,
+            width=len(published.leases),
+        )
+
+    def _on_message(self, _worker: Worker, message: Message) -> None:
+        if "written" in message and self._standbys is not None:
+            self._standbys.persisted()
+            self._persisted.set()
+        self._wake.set()
 
     def _run_worker(self, slot_info: Any, events: Sequence[Any]) -> tuple[int, float]:
         """Run one worker for Horovod's driver; must not raise, or the driver never hears of its end."""
@@ -235,26 +347,51 @@ class Launcher:
         return published.get(lease_id)
 
     def _on_exit(self, worker: Worker) -> None:
+        self._wake.set()
         _log.info("worker %s ended with exit code %s", worker.lease.lease_id, worker.exit_code)
         append_event(self._job.events, "worker-exit", worker.lease.lease_id, exit_code=worker.exit_code)
 
     # -------------------------------------------------------------------------------- watching
 
-    def _watch(self) -> str:
+    def _watch(self) -> "_Trouble | None":
         assert self._workers is not None  # noqa: S101 - set by the only caller
+        assert self._standbys is not None  # noqa: S101
         while not self._stop.is_set():
+            self._wake.clear()
             now_s = time.time()
             self._workers.watch(now_s)
             self._enforce_release(now_s)
+            self._note_granted()
+            self._standbys.tend(now_s)
+            self._require_alike()
             self._note_applied()
             if self._driver.finished():
-                return ""
-            gave_up = self._must_give_up(now_s)
-            if gave_up:
-                _log.error("giving up: %s", gave_up)
-                return gave_up
-            self._stop.wait(TICK_S)
-        return ""
+                return None
+            trouble = self._trouble(now_s)
+            if trouble is not None:
+                _log.error("giving this world up: %s", trouble.why)
+                return trouble
+            self._wake.wait(TICK_S)
+        return None
+
+    def _require_alike(self) -> None:
+        """Refuse workers of different versions as long as none of them has trained."""
+        assert self._workers is not None  # noqa: S101
+        if self._generation_applied:
+            return
+        for worker in self._workers.training():
+            self._workers.require_alike(worker)
+
+    def _note_granted(self) -> None:
+        published = self._discovery.published
+        if published.generation > self._generation_granted:
+            self._generation_granted = published.generation
+            append_event(
+                self._job.events,
+                "granted",
+                generation=published.generation,
+                width=len(published.leases),
+            )
 
     def _enforce_release(self, now_s: float) -> None:
         """End workers that still hold a lease long after it was taken back."""
@@ -262,7 +399,7 @@ class Launcher:
         published = self._discovery.published.leases
         if not published:
             return
-        for worker in self._workers.alive():
+        for worker in self._workers.training():
             lease_id = worker.lease.lease_id
             if lease_id in published:
                 self._withdrawn_since_s.pop(lease_id, None)
@@ -277,44 +414,103 @@ class Launcher:
         if generation == self._generation_applied or self._workers is None:
             return
         assigned = [worker for worker in self._workers.all() if worker.lease.lease_id in self._assigned]
-        for worker in assigned:
-            if worker.remote:
-                continue
-            counters = read_counters(worker.folder.counters, os.getuid())
-            if counters is None:
-                return
-            if counters.measurable and (counters.world_entered_s or 0.0) < self._assigned_s:
-                return
+        if not all(worker.remote or self._has_entered(worker) for worker in assigned):
+            return
         self._generation_applied = generation
         self._report()
 
-    def _must_give_up(self, now_s: float) -> str:
-        """Return why Horovod will not get out of this by itself, or an empty string."""
+    def _trouble(self, now_s: float) -> "_Trouble | None":
+        """Return why Horovod will not get out of this by itself, if so."""
         assert self._workers is not None  # noqa: S101
-        alive = self._workers.alive()
-        if not alive:
+        if not self._workers.training():
             if self._alone_since_s is None:
                 self._alone_since_s = now_s
             if now_s - self._alone_since_s >= NO_WORKER_PATIENCE_S:
-                return "no worker lives and Horovod did not conclude"
-            return ""
+                return _Trouble("no worker lives and Horovod did not conclude")
+            return None
         self._alone_since_s = None
+        return self._ended_early(now_s) or self._late(now_s) or self._cut_off(now_s)
+
+    def _ended_early(self, now_s: float) -> "_Trouble | None":
+        """Return a worker that ended while the others wait for it to join."""
+        assert self._workers is not None  # noqa: S101
         for worker in self._workers.all():
-            if worker.alive or worker.ended_by_launcher or worker.lease.lease_id not in self._assigned:
+            lease_id = worker.lease.lease_id
+            if worker.alive or worker.ended_by_launcher or lease_id not in self._assigned:
                 continue
             steps, measurable, joined = self._workers.progress(worker)
-            if measurable and not joined and not steps and now_s - worker.ended_s >= JOIN_PATIENCE_S:
-                return (
-                    f"worker {worker.lease.lease_id} ended with exit code {worker.exit_code} "
-                    "before it joined the others, which wait for it"
+            if not measurable or joined or steps:
+                continue
+            # At the first start all may fail alike, and the script's own error is the verdict then.
+            patience_s = JOIN_PATIENCE_S if self._first_assignment else TICK_S
+            if now_s - worker.ended_s >= patience_s:
+                return _Trouble(
+                    f"worker {lease_id} ended with exit code {worker.exit_code} "
+                    "before it joined the others, which wait for it",
+                    self._newcomers & {lease_id},
+                    restart=not self._first_assignment,
                 )
-        return ""
+        return None
+
+    def _late(self, now_s: float) -> "_Trouble | None":
+        """Return newcomers that were ready and yet did not join in time."""
+        assert self._workers is not None  # noqa: S101
+        if self._first_assignment or not self._newcomers or why_cold(self._spec):
+            return None
+        if now_s - self._assigned_s < self._join_deadline_s:
+            return None
+        assigned = [worker for worker in self._workers.training() if worker.lease.lease_id in self._assigned]
+        if all(worker.remote or self._has_entered(worker) for worker in assigned):
+            return None
+        return _Trouble(
+            f"the new workers did not join in {self._join_deadline_s:.0f} s", self._newcomers, restart=True
+        )
+
+    def _cut_off(self, now_s: float) -> "_Trouble | None":
+        """Return workers whose node is gone while the others wait for an answer from it."""
+        assert self._workers is not None  # noqa: S101
+        lost = [
+            worker
+            for worker in self._workers.all()
+            if worker.lease.lease_id in self._assigned
+            and worker.exit_code == CONNECTION_LOST
+            and not worker.ended_by_launcher
+            and now_s - worker.ended_s >= CUT_OFF_PATIENCE_S
+        ]
+        if not lost:
+            return None
+        latest_s = max(worker.ended_s for worker in lost)
+        for worker in self._workers.training():
+            counters = None if worker.remote else read_counters(worker.folder.counters, os.getuid())
+            if counters is None or not counters.measurable or (counters.last_step_end_s or 0.0) > latest_s:
+                return None
+        names = frozenset(worker.lease.lease_id for worker in lost)
+        return _Trouble(f"the node of worker {min(names)} does not answer", names, restart=True)
+
+    def _has_entered(self, worker: Worker) -> bool:
+        counters = read_counters(worker.folder.counters, os.getuid())
+        if counters is None:
+            return False
+        return not counters.measurable or (counters.world_entered_s or 0.0) >= self._assigned_s
 
     def _living(self) -> frozenset[str]:
         workers = self._workers
-        return frozenset(worker.lease.lease_id for worker in workers.alive()) if workers else frozenset()
+        return frozenset(worker.lease.lease_id for worker in workers.training()) if workers else frozenset()
+
+    def _admitted(self) -> frozenset[str]:
+        standbys = self._standbys
+        return standbys.admitted() if standbys is not None else frozenset()
 
     # ------------------------------------------------------------------------------ the end
+
+    def _persist_all(self) -> None:
+        """Have a durable commit made, and wait for it while the workers train on towards it."""
+        if self._workers is None:
+            return
+        self._persisted.clear()
+        asked = [worker.say({"do": "persist", "trigger": "suspend"}) for worker in self._workers.training()]
+        if any(asked) and not self._persisted.wait(SUSPEND_PATIENCE_S):
+            _log.warning("no commit in %.0f s: stopping without", SUSPEND_PATIENCE_S)
 
     def _end_all(self, grace_s: float) -> None:
         """End every worker and wait until they have ended, or until not even SIGKILL helped."""
@@ -339,6 +535,7 @@ class Launcher:
                 for worker in self._workers.all()
             ],
             gave_up,
+            trained_before=self._trained_before,
         )
 
     def _disconnect(self) -> None:
@@ -373,13 +570,20 @@ def _one_line(error: HorowattError) -> str:
     return f"{error.message}: {error.because}" if error.because else error.message
 
 
-def _release_grace_s() -> float:
-    text = os.environ.get(RELEASE_GRACE_VARIABLE, "")
+def why_cold(spec: LaunchSpec) -> str:
+    """Return why new workers of this job must start cold, or an empty string when they need not."""
+    if parse_python(spec.command) is None:
+        return f"the command {spec.command[0]!r} is neither 'python SCRIPT' nor 'python -m MODULE'"
+    return ""
+
+
+def _seconds(variable: str, default_s: float) -> float:
+    text = os.environ.get(variable, "")
     try:
-        return max(float(text), 0.0) if text else RELEASE_GRACE_S
+        return max(float(text), 0.0) if text else default_s
     except ValueError:
-        _log.warning("%s is not a number of seconds: %r", RELEASE_GRACE_VARIABLE, text)
-        return RELEASE_GRACE_S
+        _log.warning("%s is not a number of seconds: %r", variable, text)
+        return default_s
 
 
 def lock_job(job: JobFolder) -> int:
@@ -447,8 +651,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     _log_to(job.launcher_log)
     launcher = Launcher(job, spec, options.attempt, options.node)
+    # In a thread, because a handler runs in the main thread, which may hold the lock of what is to be set.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: launcher.stop())
+        signal.signal(number, lambda *_: threading.Thread(target=launcher.stop).start())
+    signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=launcher.suspend).start())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     verdict = launcher.run()
     _log.info("verdict: %s %s %s", verdict.state, verdict.code, verdict.message)

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import fcntl
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import runpy
@@ -27,12 +28,13 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from horowatt.elastic import horovod_fixes, import_hooks
+from horowatt.elastic import control, horovod_fixes, import_hooks, priority
 from horowatt.elastic.command import Form, PythonCommand, parse_python
 from horowatt.elastic.counters import CountersWriter
 from horowatt.elastic.events import append_event
 from horowatt.elastic.folder import JobFolder, LeaseFolder
 from horowatt.elastic.network import LOOPBACK_INTERFACE, interface_of
+from horowatt.elastic.standby import Standby
 from horowatt.elastic.throughput import DeclaredBatch, StepMeter
 from horowatt.elastic.verdict import EXIT_MISSING, EXIT_NOT_PYTHON, EXIT_REFUSED
 from horowatt.errors import HorowattError, InvalidInput, NotFound, RetryLater
@@ -52,13 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.parent:
             die_with_parent(options.parent)
+        if options.standby:
+            priority.step_back()
         membership = _join_job(options) if options.job_dir else None
         command = parse_python(options.command)
         if command is None:
             if membership is not None:
                 membership.not_measurable()
             _exec(options.command)
-        _instrument(membership)
+        _instrument(membership, options)
     except HorowattError as error:
         return _refuse(error)
     try:
@@ -91,10 +95,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parent", type=int, default=0, help="process without which this worker must not live"
     )
+    parser.add_argument("--control", type=int, default=-1, help="descriptor of the channel to the launcher")
+    parser.add_argument(
+        "--standby", action="store_true", help="run up to hvd.elastic.run and wait there to join"
+    )
     parser.add_argument("command", nargs="+", help="training command, after '--'")
     options = parser.parse_args(argv)
     if (options.job_dir is None) != (options.lease is None):
         parser.error("--job-dir and --lease belong together")
+    if options.standby and (options.control < 0 or options.job_dir is None):
+        parser.error("--standby needs --job-dir and --control")
     return options
 
 
@@ -211,6 +221,10 @@ class _Membership:
         self.meter.enter_world(rank, world_size)
         append_event(self._events, "world", self._lease.lease_id, rank=rank, world_size=world_size)
 
+    def note(self, kind: str) -> None:
+        """Note how far a resize has come in this worker."""
+        append_event(self._events, kind, self._lease.lease_id, world_size=max(self._counters.world_size, 1))
+
     def _resumed(self, last_step_end_s: float | None, first_step_end_s: float) -> None:
         append_event(
             self._events,
@@ -235,18 +249,55 @@ class _Membership:
         return SimulatedOccupancy(gpu, lambda: max(counters.world_size, 1)).after_step
 
 
-def _instrument(membership: _Membership | None) -> None:
+def _instrument(membership: _Membership | None, options: argparse.Namespace) -> None:
     if membership is None:
         return
+    meter = membership.meter
+    standby = None
+    if options.control >= 0:
+        channel = control.from_descriptor(options.control)
+        standby = Standby(channel, meter.uncounted) if options.standby else None
+        _obey(channel, standby)
+        channel.say({"about": _versions()})
+
+    def leave() -> None:
+        membership.note("left")
+        _say_goodbye()
+
     import_hooks.install(
-        {
-            **membership.meter.hooks(),
-            **horovod_fixes.worker_hooks(
-                on_world=membership.enter_world, on_leave=_say_goodbye, uncounted=membership.meter.uncounted
+        import_hooks.merged(
+            meter.hooks(),
+            horovod_fixes.worker_hooks(
+                on_world=membership.enter_world,
+                on_leave=leave,
+                uncounted=meter.uncounted,
+                on_phase=membership.note,
+                standby=standby,
             ),
-            **{name: lambda _: membership.not_measurable() for name in ("tensorflow", "jax", "mxnet")},
-        }
+            standby.hooks() if standby is not None else {},
+            {name: lambda _: membership.not_measurable() for name in ("tensorflow", "jax", "mxnet")},
+        )
     )
+
+
+def _obey(channel: control.Channel, standby: Standby | None) -> None:
+    """Do what the launcher says."""
+
+    def on_line(line: bytes) -> None:
+        message = control.decode_line(line) or {}
+        if message.get("do") == "join" and standby is not None:
+            standby.join(message)
+
+    channel.listen(on_line, on_end=lambda: standby.join(None) if standby is not None else None)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that all workers of a job must share, by name."""
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name in ("torch", "horovod", "horowatt"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _say_goodbye() -> None:

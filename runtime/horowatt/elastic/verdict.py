@@ -9,6 +9,8 @@ from horowatt.records import LauncherState
 
 EXIT_REFUSED = 125
 """Exit code of a worker that Horowatt itself did not let start."""
+EXIT_NOT_JOINED = 124
+"""Exit code in the place of 0 for a standby whose script ended before it reached ``hvd.elastic.run``."""
 EXIT_NOT_PYTHON = 126
 EXIT_MISSING = 127
 
@@ -46,6 +48,11 @@ class WorkerEnd:
     ended_s: float
     tail: str
 
+    def own_error(self) -> tuple[str, str] | None:
+        """Return code and message of the last error of Horowatt's own in its output, if there is one."""
+        found = _OWN_ERROR.findall(self.tail)
+        return (found[-1][0], found[-1][1]) if found else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -58,13 +65,15 @@ class Verdict:
     blamed: WorkerEnd | None = None
 
 
-def judge(ends: Sequence[WorkerEnd], gave_up: str = "") -> Verdict:
+def judge(ends: Sequence[WorkerEnd], gave_up: str = "", *, trained_before: bool = False) -> Verdict:
     """Return the verdict on a job whose workers have all ended.
 
     Workers that had left the job, and those that the launcher ended, have no say.
 
     Args:
         gave_up: Why the launcher ended the job itself, or an empty string.
+        trained_before: True when an earlier world of the job left a commit, so that the last one may have
+            had nothing left to do.
     """
     heard = sorted(
         (end for end in ends if end.in_last_world and not end.ended_by_launcher), key=lambda end: end.ended_s
@@ -76,7 +85,7 @@ def judge(ends: Sequence[WorkerEnd], gave_up: str = "") -> Verdict:
         return _lost(gave_up, heard)
     if not heard or any(end.exit_code < 0 for end in heard):
         return _lost(_how_lost(heard), heard)
-    if any(end.steps or not end.measurable for end in ends):
+    if trained_before or any(end.steps or not end.measurable for end in ends):
         return Verdict(state=LauncherState.FINISHED, exit_code=0)
     return Verdict(
         state=LauncherState.FAILED,
@@ -99,7 +108,7 @@ def _raised(raised: Sequence[WorkerEnd], ends: Sequence[WorkerEnd]) -> Verdict:
         )
     if all(end.measurable and not end.joined for end in raised) and any(end.steps for end in ends):
         # The script has proved that it can train; what failed is this start of it, perhaps this node.
-        return _lost(f"new worker {first.lease_id} failed before it joined: {_last_line(first.tail)}", raised)
+        return _lost(f"new worker {first.lease_id} failed before it joined: {last_line(first.tail)}", raised)
     traceback = "\n".join(last_traceback(first.tail)[-MESSAGE_LINES:])
     return Verdict(
         state=LauncherState.FAILED,
@@ -130,7 +139,8 @@ def _how_lost(heard: Sequence[WorkerEnd]) -> str:
     return f"worker {first.lease_id} was killed by signal {-first.exit_code}, and the job did not recover"
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Return the line that says what went wrong, as far as ``text`` tells."""
     lines = [line.strip() for line in last_traceback(text) if line.strip()]
     return lines[-1] if lines else "it printed nothing"
 

@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import pwd
+import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,11 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
+from horowatt.elastic import control
 from horowatt.elastic.command import find_interpreter, parse_python
 from horowatt.elastic.counters import read_counters
 from horowatt.elastic.folder import JobFolder, LeaseFolder
 from horowatt.elastic.hostfile import checked_address
-from horowatt.elastic.verdict import WorkerEnd
+from horowatt.elastic.verdict import EXIT_NOT_JOINED, WorkerEnd
 from horowatt.errors import NeedsOperator
 from horowatt.files import write_atomic
 from horowatt.records import LaunchSpec, Lease
@@ -51,6 +54,18 @@ _SSH = (
 )
 
 _log = logging.getLogger(__name__)
+
+
+class Command(Protocol):
+    """What is run where."""
+
+    @property
+    def command(self) -> Sequence[str]:
+        """Argument vector."""
+
+    @property
+    def working_dir(self) -> str:
+        """Where it starts."""
 
 
 class Event(Protocol):
@@ -130,7 +145,13 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
 
 @dataclass
 class Worker:
-    """One worker, from its start to after its end."""
+    """One worker, from its start to after its end.
+
+    Attributes:
+        waiting: True for a standby until it is told to join.
+        ready: True once a standby has nothing left to do but wait.
+        about: Versions of what it runs with, by name, once it has told.
+    """
 
     lease: Lease
     folder: LeaseFolder
@@ -144,8 +165,13 @@ class Worker:
     ended_by_launcher: bool = False
     killed: bool = False
     kill_at_s: float | None = None
+    waiting: bool = False
+    ready: bool = False
+    about: Mapping[str, str] = field(default_factory=dict)
+    channel: control.Channel | None = None
+    done: threading.Event = field(default_factory=threading.Event)
     remote_end: Mapping[str, object] = field(default_factory=dict)
-    control: threading.Lock = field(default_factory=threading.Lock)
+    pipe_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def alive(self) -> bool:
@@ -163,17 +189,24 @@ class Worker:
         except ProcessLookupError:
             return
 
-    def tell(self, line: str) -> None:
-        """Send one line to the helper on the worker's node."""
+    def say(self, message: control.Message) -> bool:
+        """Send a message to the worker; False when it is known to be gone."""
+        if self.remote:
+            return self.tell(f"> {control.encode_line(message).decode().rstrip()}")
+        return self.channel is not None and self.channel.say(message)
+
+    def tell(self, line: str) -> bool:
+        """Send one line to the helper on the worker's node; False when that is known to be gone."""
         pipe = self.process.stdin
         if pipe is None:
-            return
+            return False
         try:
-            with self.control:
+            with self.pipe_lock:
                 pipe.write(f"{line}\n".encode())
                 pipe.flush()
         except (OSError, ValueError):
-            return
+            return False
+        return True
 
 
 class Workers:
@@ -186,38 +219,83 @@ class Workers:
         spec: LaunchSpec,
         node: str,
         on_exit: Callable[[Worker], None],
+        on_message: Callable[[Worker, control.Message], None] = lambda _worker, _message: None,
     ) -> None:
         self._job = job
         self._launch = launch
         self._spec = spec
         self._node = node
         self._on_exit = on_exit
+        self._on_message = on_message
         self._lock = threading.Lock()
         self._workers: dict[str, Worker] = {}
         self._closed = False
 
     def run(self, lease: Lease, horovod_env: Mapping[str, str], events: Sequence[Event]) -> int:
-        """Start a worker and return its exit code when it has ended.
-
-        Runs in a thread of its own, which must last as long as the worker: the kernel ends the worker
-        with the thread that started it.
-        """
+        """Have the lease's standby join, or else start a worker; return its exit code when it has ended."""
         with self._lock:
-            if self._closed:
-                return -int(signal.SIGTERM)
-            worker = self._start(lease, horovod_env, events)
-            self._workers[lease.lease_id] = worker
-        if worker.remote:
-            exit_code = self._wait_remote(worker)
+            known = self._workers.get(lease.lease_id)
+        if known is not None and known.waiting:
+            # Also one that has died since it was ready: a second process in its lease would fare no better.
+            known.events = events
+            known.waiting = False
+            known.say({"do": "join", "environment": dict(horovod_env)})
+            worker = known
         else:
-            exit_code = wait_for_group(worker.process)
+            worker = self._launch_worker(lease, horovod_env, events, standby=False)
+        worker.done.wait()
+        return worker.exit_code if worker.exit_code is not None else -int(signal.SIGTERM)
+
+    def start_standby(self, lease: Lease, environment: Mapping[str, str]) -> Worker:
+        """Start a worker that runs the script up to ``hvd.elastic.run`` and waits there.
+
+        Raises:
+            OSError, NeedsOperator: when it cannot be started.
+        """
+        return self._launch_worker(lease, environment, (), standby=True)
+
+    def _launch_worker(
+        self, lease: Lease, horovod_env: Mapping[str, str], events: Sequence[Event], *, standby: bool
+    ) -> Worker:
+        """Start a worker in a thread of its own, which lasts as long: the kernel ends the worker with it."""
+        started: queue.SimpleQueue[Worker | BaseException] = queue.SimpleQueue()
+
+        def supervise() -> None:
+            try:
+                with self._lock:
+                    if self._closed:
+                        raise InterruptedError("the job ends")
+                    worker = self._start(lease, horovod_env, events, standby=standby)
+                    self._workers[lease.lease_id] = worker
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                started.put(error)
+                return
+            started.put(worker)
+            self._supervise(worker)
+
+        threading.Thread(target=supervise, name=f"worker-{lease.lease_id}", daemon=True).start()
+        outcome = started.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _supervise(self, worker: Worker) -> None:
+        exit_code = self._wait_remote(worker) if worker.remote else wait_for_group(worker.process)
+        if worker.waiting and exit_code == 0:
+            # The lease's slot was granted to somebody who never came.
+            exit_code = EXIT_NOT_JOINED
+        if not worker.remote:
             write_atomic(worker.folder.exit_json, json.dumps({"exit_code": exit_code}).encode())
+            if worker.channel is not None:
+                worker.channel.close()
         worker.ended_s = time.time()
         worker.exit_code = exit_code
         self._on_exit(worker)
-        return exit_code
+        worker.done.set()
 
-    def _start(self, lease: Lease, horovod_env: Mapping[str, str], events: Sequence[Event]) -> Worker:
+    def _start(
+        self, lease: Lease, horovod_env: Mapping[str, str], events: Sequence[Event], *, standby: bool
+    ) -> Worker:
         folder = self._job.lease(lease.lease_id)
         environment = {**self._launch.environment, "HOROWATT_LEASE_ID": lease.lease_id, **horovod_env}
         remote = lease.node != self._node
@@ -225,25 +303,38 @@ class Workers:
             *self._launch.argv,
             *("-m", "horowatt.elastic.start"),
             *("--job-dir", str(self._job.root), "--lease", lease.lease_id),
+            *(("--standby",) if standby else ()),
         ]
         if remote:
-            process, offset = self._start_remote(lease, argv, environment), 0
+            process, offset, channel = self._start_remote(lease, argv, environment), 0, None
         else:
-            folder.exit_json.unlink(missing_ok=True)
-            argv += ["--parent", str(os.getpid()), "--", *self._spec.command]
-            with folder.output_log.open("ab") as log:
-                offset = log.tell()
-                process = subprocess.Popen(
-                    argv,
-                    cwd=self._spec.working_dir,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-        _log.info("started worker %s, process %d%s", lease.lease_id, process.pid, " (ssh)" if remote else "")
-        return Worker(lease, folder, process, events, remote, offset, time.time())
+            process, offset, channel = start_here(
+                folder, [*argv, "--parent", str(os.getpid())], self._spec, environment
+            )
+        _log.info(
+            "started %s %s, process %d%s",
+            "standby" if standby else "worker",
+            lease.lease_id,
+            process.pid,
+            " (ssh)" if remote else "",
+        )
+        worker = Worker(
+            lease, folder, process, events, remote, offset, time.time(), waiting=standby, channel=channel
+        )
+        if channel is not None:
+            channel.listen(lambda line: self._hear(worker, line))
+        return worker
+
+    def _hear(self, worker: Worker, line: bytes) -> None:
+        message = control.decode_line(line)
+        if message is None:
+            return
+        if message.get("ready") is True:
+            worker.ready = True
+        about = message.get("about")
+        if isinstance(about, dict):
+            worker.about = {str(name): str(version) for name, version in about.items()}
+        self._on_message(worker, message)
 
     def _start_remote(
         self, lease: Lease, argv: Sequence[str], environment: Mapping[str, str]
@@ -285,7 +376,15 @@ class Workers:
         stdout: IO[bytes] | None = worker.process.stdout
         assert stdout is not None  # noqa: S101 - it was asked for
         answer: list[bytes] = []
-        reader = threading.Thread(target=lambda: answer.append(stdout.read()), daemon=True)
+
+        def read() -> None:
+            for line in stdout:
+                if line.startswith(b"< "):
+                    self._hear(worker, line[2:])
+                else:
+                    answer[:] = [line]
+
+        reader = threading.Thread(target=read, daemon=True)
         reader.start()
         while True:
             reader.join(HEARTBEAT_S)
@@ -325,6 +424,34 @@ class Workers:
     def alive(self) -> list[Worker]:
         """Return the workers that have not ended."""
         return [worker for worker in self.all() if worker.alive]
+
+    def training(self) -> list[Worker]:
+        """Return the workers that have not ended and are no standbys."""
+        return [worker for worker in self.alive() if not worker.waiting]
+
+    def standbys(self) -> list[Worker]:
+        """Return the standbys that have not ended."""
+        return [worker for worker in self.alive() if worker.waiting]
+
+    def require_alike(self, worker: Worker) -> None:
+        """Refuse a worker that runs with other versions than those that train.
+
+        Raises:
+            NeedsOperator: ``HW-JOB-018``.
+        """
+        for other in self.training():
+            if other is worker or not other.about or not worker.about:
+                continue
+            differing = [name for name, version in worker.about.items() if other.about.get(name) != version]
+            if differing:
+                name = differing[0]
+                raise NeedsOperator(
+                    "HW-JOB-018",
+                    f"the Python environments of this job's workers differ: {name} is {worker.about[name]} "
+                    f"on {worker.lease.node} and {other.about.get(name)} on {other.lease.node}",
+                    because="workers of different versions may not understand each other",
+                    hint="make the environments equal, or have all nodes use one on shared storage",
+                )
 
     def watch(self, now_s: float) -> None:
         """Carry out what is due: ends that Horovod's driver asks for, and kills after a grace period."""
@@ -382,6 +509,40 @@ class Workers:
     @staticmethod
     def _tail(worker: Worker) -> str:
         return read_tail(worker.folder.output_log, worker.log_offset)
+
+
+def start_here(
+    folder: LeaseFolder, argv: Sequence[str], spec: Command, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int, control.Channel]:
+    """Start a worker on this node.
+
+    Args:
+        argv: All but the channel's descriptor and the user's command.
+
+    Returns:
+        The process, where its output begins in the lease's log (bytes), and the channel to it.
+    """
+    folder.exit_json.unlink(missing_ok=True)
+    ours, its = socket.socketpair()
+    try:
+        with folder.output_log.open("ab") as log:
+            offset = log.tell()
+            process = subprocess.Popen(
+                [*argv, "--control", str(its.fileno()), "--", *spec.command],
+                cwd=spec.working_dir,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(its.fileno(),),
+            )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        its.close()
+    return process, offset, control.Channel(ours)
 
 
 def wait_for_group(process: subprocess.Popen[bytes]) -> int:
