@@ -15,11 +15,11 @@ MADE_HOROVOD := $(VENV)/.made-horovod
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format doctor build clean
+.PHONY: help venv demo test check format doctor build bench-resize clean
 
 help: ## List the targets
 	@echo 'make TARGET [PYTHON=python3.12] [TORCH=torch==2.13.0] [ARGS=...]'
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
 
 venv: $(MADE_HOROVOD) ## Set up .venv with torch, Horowatt and Horovod (first time: 5 to 10 minutes)
 
@@ -46,6 +46,9 @@ doctor: venv ## Say what works on this machine, and what to do about what does n
 build: venv ## Build the wheel into dist/
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+bench-resize: venv ## Measure pauses of resizes beside stock Horovod, commits, idle cost, a soak (25 minutes; ARGS=--quick: 3)
+	@$(BIN)/python bench/resize.py $(ARGS)
 
 clean: ## Remove .venv and everything made here; built Horovod wheels stay in their cache
 	rm -rf $(VENV) dist build demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -38,6 +38,7 @@ class Host:
     private_run: Path
     run_dir: Path
     ssh_home: Path
+    interface: str
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def command(self, arguments: list[str]) -> list[str]:
@@ -62,6 +63,20 @@ class Host:
             )
         self.processes.append(process)
         return process
+
+    def link(self, state: str) -> None:
+        """Take this host's interface ``up`` or ``down``."""
+        _ip("-n", self.namespace, "link", "set", self.interface, state)
+
+    def workers(self) -> list[int]:
+        """Return the workers of jobs on this host, and the ssh helpers that hold them."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"horowatt.elastic.start" in words or b"horowatt.elastic.remote" in words:
+                    found.append(pid)
+        return found
 
     def pids(self) -> list[int]:
         """Return every process that lives in this host's network namespace."""
@@ -91,7 +106,16 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         private = folder / f"run-{letter}"
         private.mkdir()
         hosts.append(
-            Host(f"node{letter}", f"hw{tag}{letter}", f"{SUBNET}.{number}", private, run_dir, ssh_home)
+            Host(
+                f"node{letter}",
+                f"hw{tag}{letter}",
+                f"{SUBNET}.{number}",
+                private,
+                run_dir,
+                ssh_home,
+                # The two ends have different names, as interfaces of different machines have.
+                {"a": "eth0", "b": "ens1"}[letter],
+            )
         )
     try:
         _network(hosts)
@@ -112,24 +136,23 @@ def _network(hosts: list[Host]) -> None:
         private_etc.mkdir(parents=True)
         (private_etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}\n")
     first, second = hosts
-    # The two ends have different names, as interfaces of different machines have.
     _ip(
         "link",
         "add",
-        "eth0",
+        first.interface,
         "netns",
         first.namespace,
         "type",
         "veth",
         "peer",
         "name",
-        "ens1",
+        second.interface,
         "netns",
         second.namespace,
     )
-    for host, interface in ((first, "eth0"), (second, "ens1")):
-        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", interface)
-        _ip("-n", host.namespace, "link", "set", interface, "up")
+    for host in hosts:
+        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+        host.link("up")
         _ip("-n", host.namespace, "link", "set", "lo", "up")
 
 

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two hosts with their own names, addresses, interfaces, sshd and agents share one cluster."""
 
+import contextlib
 import itertools
+import os
 import re
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from cluster import HOROWATT, ROOT, Cluster, wait_for
-from hosts import missing_tools, two_hosts
+from hosts import Host, missing_tools, two_hosts
 
 pytestmark = [
     pytest.mark.horovod,
@@ -21,67 +26,125 @@ pytestmark = [
 MLP = ROOT / "examples" / "digits_mlp.py"
 
 
+@contextmanager
+def cluster_of_two(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Cluster]:
+    """Yield a cluster whose two nodes are hosts with two simulated GPUs each."""
+    inventory = folder / "two.toml"
+    inventory.write_text(
+        'name = "two"\n'
+        + "".join(
+            f'[[node]]\nname = "{host.name}"\naddress = "{host.address}"\nnum_gpus = 2\nsimulated = true\n'
+            for host in hosts
+        )
+    )
+    simulator = folder / "two.simulator.toml"
+    demo = (ROOT / "hostfiles" / "demo.simulator.toml").read_text()
+    simulator.write_text(re.sub(r"(?m)^count *= *\d+", "count = 2", demo))
+    cluster = Cluster(folder, inventory, ROOT / "hostfiles" / "demo.config.toml", simulator)
+    try:
+        cluster.start_service()
+        for host in hosts:
+            start_agent(cluster, host)
+        wait_for(
+            lambda: all(len(node["gpus"]) == 2 for node in cluster.nodes()),
+            timeout_s=60,
+            what="both agents' GPUs to be seen",
+        )
+        yield cluster
+    except BaseException:
+        for path in [*folder.glob("*.log"), *folder.glob("run-*/jobs/*/launcher.log")]:
+            print(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}")
+        for path in folder.glob("run-*/jobs/*/events.jsonl"):
+            print(f"--- {path}\n{path.read_text(errors='replace')[-6000:]}")
+        raise
+    finally:
+        cluster.close()
+
+
+def start_agent(cluster: Cluster, host: Host) -> None:
+    host.start(
+        [
+            *HOROWATT, "agent", "--node", host.name, "--socket", str(cluster.socket),
+            "--run-dir", str(host.run_dir), "--simulate", str(cluster.simulator),
+        ],
+        cluster.folder / f"agent-{host.name}.log",
+    )  # fmt: skip
+
+
+def trains_at(cluster: Cluster, job_id: str, width: int, timeout_s: float) -> None:
+    """Wait until a job trains at a width."""
+
+    def training() -> bool:
+        job = cluster.job(job_id)
+        assert job["phase"] not in {"failed", "cancelled", "finished"}, job["reason"]
+        generation = job["generations"][-1] if job["generations"] else None
+        return bool(generation and generation["width"] == width and generation["first_step_end_s"])
+
+    wait_for(training, timeout_s=timeout_s, what=f"training at width {width}")
+
+
 def test_a_job_grows_over_two_hosts_and_shrinks_back() -> None:
     """A job spans two hosts over ssh of its tenant, gives one up for another job, and the joules add up."""
-    with tempfile.TemporaryDirectory(prefix="hw-") as name:
-        folder = Path(name)
-        with two_hosts(folder) as hosts:
-            inventory = folder / "two.toml"
-            inventory.write_text(
-                'name = "two"\n'
-                + "".join(
-                    f'[[node]]\nname = "{host.name}"\naddress = "{host.address}"\n'
-                    "num_gpus = 2\nsimulated = true\n"
-                    for host in hosts
-                )
-            )
-            simulator = folder / "two.simulator.toml"
-            demo = (ROOT / "hostfiles" / "demo.simulator.toml").read_text()
-            simulator.write_text(re.sub(r"(?m)^count *= *\d+", "count = 2", demo))
-            cluster = Cluster(folder, inventory, ROOT / "hostfiles" / "demo.config.toml", simulator)
-            try:
-                cluster.start_service()
-                for host in hosts:
-                    host.start(
-                        [
-                            *HOROWATT, "agent", "--node", host.name, "--socket", str(cluster.socket),
-                            "--run-dir", str(host.run_dir), "--simulate", str(simulator),
-                        ],
-                        folder / f"agent-{host.name}.log",
-                    )  # fmt: skip
-                wait_for(
-                    lambda: all(len(node["gpus"]) == 2 for node in cluster.nodes()),
-                    timeout_s=60,
-                    what="both agents' GPUs to be seen",
-                )
-                wide = cluster.submit(
-                    "--name", "wide", "--tenant", "vision", "--widths", "1,4", "--batch-size", "64",
-                    "--epochs", "80", "--", sys.executable, str(MLP), "--epochs", "80",
-                )  # fmt: skip
-                wait_for(
-                    lambda: cluster.job(wide)["width"] == 4, timeout_s=150, what="the job to span both hosts"
-                )
-                wait_for(
-                    lambda: cluster.job(wide)["generations"][-1]["first_step_end_s"],
-                    timeout_s=90,
-                    what="training at this width",
-                )
-                late = cluster.submit(
-                    "--name", "late", "--tenant", "search", "--min", "2", "--max", "2", "--batch-size", "64",
-                    "--epochs", "5", "--", sys.executable, str(MLP), "--epochs", "5",
-                )  # fmt: skip
-                cluster.wait_phase(late, "finished", 180)
-                done = cluster.wait_phase(wide, "finished", 300)
-                widths = [generation["width"] for generation in done["generations"]]
-                assert max(widths) == 4, widths
-                assert any(b < a for a, b in itertools.pairwise(widths)), widths
-                assert done["attempt"] == 1
-                report = cluster.energy()
-                assert report["sum_error"] <= 0.001
-                assert {device["node"] for device in report["devices"]} == {host.name for host in hosts}
-            except BaseException:
-                for path in [*folder.glob("*.log"), *folder.glob("run-*/jobs/*/launcher.log")]:
-                    print(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}")
-                raise
-            finally:
-                cluster.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="hw-") as name,
+        two_hosts(Path(name)) as hosts,
+        cluster_of_two(Path(name), hosts) as cluster,
+    ):
+        wide = cluster.submit(
+            "--name", "wide", "--tenant", "vision", "--widths", "1,4", "--batch-size", "64",
+            "--epochs", "80", "--", sys.executable, str(MLP), "--epochs", "80",
+        )  # fmt: skip
+        trains_at(cluster, wide, 4, 200)
+        late = cluster.submit(
+            "--name", "late", "--tenant", "search", "--min", "2", "--max", "2", "--batch-size", "64",
+            "--epochs", "5", "--", sys.executable, str(MLP), "--epochs", "5",
+        )  # fmt: skip
+        cluster.wait_phase(late, "finished", 180)
+        done = cluster.wait_phase(wide, "finished", 300)
+        widths = [generation["width"] for generation in done["generations"]]
+        assert max(widths) == 4, widths
+        assert any(b < a for a, b in itertools.pairwise(widths)), widths
+        assert done["attempt"] == 1
+        report = cluster.energy()
+        assert report["sum_error"] <= 0.001
+        assert {device["node"] for device in report["devices"]} == {host.name for host in hosts}
+
+
+def test_a_host_is_cut_off_dies_and_comes_back() -> None:
+    """The job goes on without the host, from its last commit, and uses it again when it is back."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hw-") as name,
+        two_hosts(Path(name)) as hosts,
+        cluster_of_two(Path(name), hosts) as cluster,
+    ):
+        home, away = hosts
+        job_id = cluster.submit(
+            "--name", "wide", "--tenant", "vision", "--widths", "1,2,4", "--batch-size", "64",
+            "--", sys.executable, str(MLP), "--epochs", "5000",
+        )  # fmt: skip
+        trains_at(cluster, job_id, 4, 200)
+        if cluster.job(job_id)["home_node"] != home.name:
+            home, away = away, home
+
+        def samples() -> int:
+            return int(cluster.job(job_id)["samples"] or 0)
+
+        def trains_on() -> None:
+            before = samples()
+            wait_for(lambda: samples() > before + 5_000, timeout_s=120, what="training to go on")
+
+        away.link("down")
+        wait_for(lambda: len(away.workers()) == 0, timeout_s=120, what="the end of the workers cut off")
+        trains_on()
+        away.link("up")
+        trains_at(cluster, job_id, 4, 200)
+        for pid in away.workers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        trains_on()
+        trains_at(cluster, job_id, 4, 200)
+        job = cluster.job(job_id)
+        assert job["attempt"] == 1, job["reason"]
+        assert cluster.call("cancel", job_id).returncode == 0
+        wait_for(lambda: cluster.job(job_id)["phase"] == "cancelled", timeout_s=60, what="the end of the job")
+        assert cluster.energy()["sum_error"] <= 0.001

@@ -15,12 +15,12 @@ import os
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from horowatt.elastic import rendezvous
 from horowatt.elastic.standby import Standby
 from horowatt.errors import NeedsOperator
 
@@ -68,9 +68,10 @@ FIXES = (
         "stays unused or a withdrawn one stays held for good",
     ),
     Fix(
-        "bound-rendezvous",
-        "runner.http.http_server.RendezvousServer",
-        "the rendezvous server listens on every interface and never closes its socket",
+        "closed-rendezvous",
+        "runner.http.http_server.RendezvousServer, runner.http.http_client, common/gloo/http_store.cc",
+        "the rendezvous server listens on every interface, answers everybody and unpickles what it is sent "
+        "(CVE-2024-10190, CVE-2026-31234); see horowatt.elastic.rendezvous",
     ),
     Fix(
         "gloo-timeout",
@@ -95,9 +96,21 @@ FIXES = (
         "parameters, and those of nobody else, after the model was synchronised",
     ),
     Fix(
-        "short-remainder",
-        "torch.elastic.ElasticSampler.__iter__",
-        "fails when fewer samples than half the workers remain in an epoch after a resize",
+        "exactly-once",
+        "torch.elastic.ElasticSampler, torch.optimizer",
+        "shares are padded with samples that are trained twice, and a short last batch weighs as much as a "
+        "full one; see horowatt.elastic.sampling",
+    ),
+    Fix(
+        "warm-join",
+        "torch.mpi_ops, torch.elastic.run",
+        "all workers stop while a new one imports and sets itself up, and die with it when it fails; see "
+        "horowatt.elastic.standby",
+    ),
+    Fix(
+        "durable-commits",
+        "common.elastic.run_fn",
+        "commits are in the memory of workers only; see horowatt.elastic.commits",
     ),
 )
 
@@ -152,31 +165,13 @@ def prepare_driver_module() -> None:
 
 
 def make_rendezvous_server(address: str) -> Any:
-    """Return a ``RendezvousServer`` that listens on ``address`` only and closes its socket."""
-    from horovod.runner.http import http_server
-    from horovod.runner.util.network import find_port
-    from horovod.runner.util.threads import in_thread
-
-    class Server(http_server.RendezvousHTTPServer):  # type: ignore[misc]
-        # A handler blocks for as long as its worker waits for the others; it must not outlive the job.
-        daemon_threads = True
-        block_on_close = False
-
-    class BoundRendezvousServer(http_server.RendezvousServer):  # type: ignore[misc]
-        def start(self, handler_cls: Any = http_server.RendezvousHandler) -> int:
-            self._httpd, port = find_port(lambda any_: Server((address, any_[1]), handler_cls, self._verbose))
-            self._listen_thread = in_thread(target=self._httpd.serve_forever)
-            return int(port)
-
-        def stop(self) -> None:
-            super().stop()
-            self._httpd.server_close()
-
-    return BoundRendezvousServer()
+    """TEMPORARY for tests."""
+    token = os.environ.setdefault(rendezvous.TOKEN_VARIABLE, rendezvous.new_token())
+    return rendezvous.make_server(address, token)
 
 
 def make_driver(
-    rendezvous: Any,
+    server: Any,
     discovery: Any,
     *,
     min_width: int,
@@ -211,9 +206,7 @@ def make_driver(
             on_assignment(tuple(self._rank_assignments[rank].hostname for rank in ranks))
             return pending
 
-    return RenotifyingDriver(
-        rendezvous, discovery, min_width, max_width, reset_limit=None, cooldown_range=None
-    )
+    return RenotifyingDriver(server, discovery, min_width, max_width, reset_limit=None, cooldown_range=None)
 
 
 # ---------------------------------------------------------------------------------------- workers
@@ -240,7 +233,6 @@ def worker_hooks(
         "horovod.common": lambda _: require_tested_version(),
         "horovod.torch.mpi_ops": lambda module: _patch_init(module, on_world, on_leave, standby),
         "horovod.torch.functions": lambda module: _patch_broadcast_optimizer_state(module, uncounted),
-        "horovod.torch.elastic.sampler": _patch_sampler,
         "horovod.torch.elastic.state": lambda module: _patch_state(module, on_phase, standby),
     }
 
@@ -298,13 +290,8 @@ def _patch_init(
 
 def _ask_for_assignment() -> dict[str, str] | None:
     """Say that this worker is ready, wait for the others, and return its place; None for no place."""
-    address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-    port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
     key = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
-    # A proxy of the user's environment is for the outside; the launcher is not.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{address}:{port}/rank_and_size/{key}") as response:
-        values = response.read().decode("ascii").split(",")
+    values = rendezvous.fetch(f"rank_and_size/{key}").decode("ascii").split(",")
     return None if values[0] == "-1" else dict(zip(_ASSIGNED, values, strict=True))
 
 
@@ -365,20 +352,6 @@ def _create_state(module: ModuleType, optimizer: Any) -> None:
         super(optimizer.__class__, optimizer).step()
     else:
         optimizer.step()
-
-
-def _patch_sampler(module: ModuleType) -> None:
-    def padded(self: Any) -> Iterator[int]:
-        remaining: list[int] = list(self.remaining_indices)
-        missing = self.total_size - len(remaining)
-        while remaining and missing > 0:
-            extra = remaining[:missing]
-            remaining += extra
-            missing -= len(extra)
-        self.indices = remaining[self.rank : self.total_size : self.num_replicas]
-        return iter(self.indices)
-
-    module.ElasticSampler.__iter__ = padded
 
 
 def _patch_state(module: ModuleType, on_phase: Callable[[str], None], standby: Standby | None) -> None:

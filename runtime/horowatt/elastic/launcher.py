@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horowatt.elastic import horovod_fixes
+from horowatt.elastic import horovod_fixes, rendezvous
 from horowatt.elastic.command import parse_python
 from horowatt.elastic.control import Message
 from horowatt.elastic.counters import read_counters
@@ -167,8 +167,10 @@ class Launcher:
                 self._job, launch, self._spec, self._own_node(), self._on_exit, self._on_message
             )
             trouble = self._run_world()
-            if trouble is None or not trouble.restart or not self._may_restart():
-                return trouble.why if trouble else ""
+            if trouble is None:
+                return ""
+            if not trouble.restart or not self._may_restart(trouble):
+                return trouble.why
             self._restart(trouble)
 
     def _run_world(self) -> "_Trouble | None":
@@ -178,9 +180,10 @@ class Launcher:
         if not width:
             return None
         address = self._own_address()
-        rendezvous = horovod_fixes.make_rendezvous_server(address)
+        token = rendezvous.new_token()
+        server = rendezvous.make_server(address, token, self._ports())
         self._driver = horovod_fixes.make_driver(
-            rendezvous,
+            server,
             self._discovery,
             min_width=self._spec.min_width,
             max_width=self._spec.max_width,
@@ -188,8 +191,9 @@ class Launcher:
         )
         from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 
-        port = rendezvous.start(create_rendezvous_handler(self._driver))
+        port = server.start(create_rendezvous_handler(self._driver))
         always = {
+            rendezvous.TOKEN_VARIABLE: token,
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_ELASTIC": "1",
@@ -217,7 +221,14 @@ class Launcher:
         self._report()
         return self._watch()
 
-    def _may_restart(self) -> bool:
+    def _ports(self) -> range | None:
+        text = self._spec.environment.get(rendezvous.PORTS_VARIABLE, "")
+        return rendezvous.parse_ports(text or os.environ.get(rendezvous.PORTS_VARIABLE, ""))
+
+    def _may_restart(self, trouble: "_Trouble") -> bool:
+        if len(self._discovery.wanted.keys() - trouble.leases) < max(self._spec.min_width, 1):
+            # The head knows of other slots; waiting here for them would hold those that are left.
+            return False
         now_s = time.monotonic()
         self._restarts_s = [at_s for at_s in self._restarts_s if now_s - at_s < RESTART_WINDOW_S]
         return len(self._restarts_s) < MAX_RESTARTS
@@ -480,10 +491,11 @@ class Launcher:
         if not lost:
             return None
         latest_s = max(worker.ended_s for worker in lost)
-        for worker in self._workers.training():
-            counters = None if worker.remote else read_counters(worker.folder.counters, os.getuid())
-            if counters is None or not counters.measurable or (counters.last_step_end_s or 0.0) > latest_s:
-                return None
+        here = [worker for worker in self._workers.training() if not worker.remote]
+        counters = [read_counters(worker.folder.counters, os.getuid()) for worker in here]
+        seen = [found for found in counters if found is not None and found.measurable]
+        if not seen or any((found.last_step_end_s or 0.0) > latest_s for found in seen):
+            return None
         names = frozenset(worker.lease.lease_id for worker in lost)
         return _Trouble(f"the node of worker {min(names)} does not answer", names, restart=True)
 

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
-from horowatt.elastic import priority
+from horowatt.elastic import leaving, priority
 from horowatt.elastic.control import Channel, Message
 from horowatt.errors import InvalidInput
 
@@ -157,6 +157,7 @@ class Standby:
         if message is None:
             raise SystemExit(0)
         priority.step_forward()
+        leaving.join()
         shutdown()
         os.environ.update(message["environment"])
         self.waiting = False

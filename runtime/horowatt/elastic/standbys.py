@@ -95,7 +95,7 @@ class Standbys:
             self._generation = generation
             self._asked_s = None
         for position, lease in enumerate(new.values()):
-            if lease.lease_id not in self._started:
+            if lease.lease_id not in self._started and lease.lease_id not in self._ready:
                 self._start(lease, position, len(new), generation)
         self._watch(now_s, generation)
         new = self._new()
@@ -122,9 +122,9 @@ class Standbys:
         for worker in self._workers.standbys():
             if worker.lease.lease_id not in wanted:
                 self._workers.end(worker, now_s, END_GRACE_S)
+        self._ready &= wanted.keys()
         for lease_id in self._started.keys() - wanted.keys():
             del self._started[lease_id]
-            self._ready.discard(lease_id)
 
     def _start(self, lease: Lease, position: int, num_new: int, generation: int) -> None:
         append_event(

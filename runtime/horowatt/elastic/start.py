@@ -23,13 +23,22 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from horowatt.elastic import control, horovod_fixes, import_hooks, priority
+from horowatt.elastic import (
+    control,
+    horovod_fixes,
+    import_hooks,
+    leaving,
+    priority,
+    rendezvous,
+    sampling,
+)
 from horowatt.elastic.command import Form, PythonCommand, parse_python
+from horowatt.elastic.commits import DurableCommits, Written
 from horowatt.elastic.counters import CountersWriter
 from horowatt.elastic.events import append_event
 from horowatt.elastic.folder import JobFolder, LeaseFolder
@@ -43,6 +52,12 @@ from horowatt.wire import decode
 
 LOCK_PATIENCE_S = 15.0
 """How long a predecessor of the same lease may take to die, seconds."""
+COMMIT_DIR_VARIABLE = "HOROWATT_COMMIT_DIR"
+"""A folder that all nodes share, for durable commits that outlive a node."""
+COMMIT_INTERVAL_VARIABLE = "HOROWATT_COMMIT_EVERY_S"
+COMMIT_INTERVAL_S = 60.0
+"""How far apart durable commits are that nobody asked for, seconds."""
+DRAIN_S = 10.0
 _LOCK_POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
 _CPU_SLOT = "CPU-"
@@ -199,6 +214,7 @@ class _Membership:
     """This worker's place in its job: its counters, its meter, its events."""
 
     def __init__(self, job: JobFolder, folder: LeaseFolder, spec: LaunchSpec, lease: Lease) -> None:
+        self.spec = spec
         self._job = job
         self._events = job.events
         self._lease = lease
@@ -224,6 +240,28 @@ class _Membership:
     def note(self, kind: str) -> None:
         """Note how far a resize has come in this worker."""
         append_event(self._events, kind, self._lease.lease_id, world_size=max(self._counters.world_size, 1))
+
+    def steps(self) -> int:
+        """Return the optimizer steps of this worker so far."""
+        return self._counters.steps
+
+    def commit_folder(self) -> Path:
+        """Return where this job's durable commits are."""
+        shared = os.environ.get(COMMIT_DIR_VARIABLE)
+        return Path(shared) / self.spec.job_id if shared else self._job.commits
+
+    def note_commit(self, written: Written) -> None:
+        """Note a commit that is on disk."""
+        append_event(
+            self._events,
+            "committed",
+            self._lease.lease_id,
+            commit=written.number,
+            bytes=written.num_bytes,
+            write_s=round(written.write_s, 4),
+            blocked_s=round(written.blocked_s, 4),
+            trigger=written.trigger,
+        )
 
     def _resumed(self, last_step_end_s: float | None, first_step_end_s: float) -> None:
         append_event(
@@ -253,20 +291,39 @@ def _instrument(membership: _Membership | None, options: argparse.Namespace) -> 
     if membership is None:
         return
     meter = membership.meter
+    channel = control.from_descriptor(options.control) if options.control >= 0 else None
     standby = None
-    if options.control >= 0:
-        channel = control.from_descriptor(options.control)
-        standby = Standby(channel, meter.uncounted) if options.standby else None
-        _obey(channel, standby)
+    if options.standby and channel is not None:
+        standby = Standby(channel, meter.uncounted)
+        leaving.stand_by()
+
+    def written(commit: Written) -> None:
+        membership.note_commit(commit)
+        if channel is not None:
+            channel.say({"written": {"commit": commit.number, "trigger": commit.trigger}})
+
+    commits = DurableCommits(
+        membership.commit_folder(),
+        every_s=commit_interval_s(os.environ),
+        shared=True if COMMIT_DIR_VARIABLE in os.environ else None,
+        on_written=written,
+        restore=standby is None,
+        steps=membership.steps,
+    )
+    if channel is not None:
+        _obey(channel, standby, commits)
         channel.say({"about": _versions()})
 
     def leave() -> None:
         membership.note("left")
-        _say_goodbye()
+        sys.stderr.write("horowatt: this worker's slot was taken back; it leaves the job\n")
+        commits.drain(DRAIN_S)
+        leaving.run_callbacks()
 
     import_hooks.install(
         import_hooks.merged(
             meter.hooks(),
+            rendezvous.client_hooks(),
             horovod_fixes.worker_hooks(
                 on_world=membership.enter_world,
                 on_leave=leave,
@@ -274,21 +331,38 @@ def _instrument(membership: _Membership | None, options: argparse.Namespace) -> 
                 on_phase=membership.note,
                 standby=standby,
             ),
+            sampling.hooks(sampling.Settings.of_job(membership.spec, os.environ)),
+            commits.hooks(),
             standby.hooks() if standby is not None else {},
             {name: lambda _: membership.not_measurable() for name in ("tensorflow", "jax", "mxnet")},
         )
     )
 
 
-def _obey(channel: control.Channel, standby: Standby | None) -> None:
+def _obey(channel: control.Channel, standby: Standby | None, commits: DurableCommits) -> None:
     """Do what the launcher says."""
 
     def on_line(line: bytes) -> None:
         message = control.decode_line(line) or {}
         if message.get("do") == "join" and standby is not None:
             standby.join(message)
+        elif message.get("do") == "persist":
+            commits.request(str(message.get("trigger")))
 
     channel.listen(on_line, on_end=lambda: standby.join(None) if standby is not None else None)
+
+
+def commit_interval_s(environment: Mapping[str, str]) -> float:
+    """Return how far apart durable commits are to be, seconds."""
+    text = environment.get(COMMIT_INTERVAL_VARIABLE, "")
+    try:
+        return max(float(text), 0.0) if text else COMMIT_INTERVAL_S
+    except ValueError as error:
+        raise InvalidInput(
+            "HW-JOB-019",
+            f"{COMMIT_INTERVAL_VARIABLE}={text} is not a number of seconds",
+            hint=f"for example {COMMIT_INTERVAL_VARIABLE}=60",
+        ) from error
 
 
 def _versions() -> dict[str, str]:
@@ -298,10 +372,6 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _say_goodbye() -> None:
-    sys.stderr.write("horowatt: this worker's slot was taken back; it leaves the job\n")
 
 
 # ------------------------------------------------------------------------------------- the script
