@@ -214,6 +214,8 @@ class GpuReport:
         limit_w: Enforced power limit.
         unmeasured: Reason by the name of the absent field.
         lost: True when the device fell off the bus or needs a reset.
+        busy: Why this GPU must not be granted now, such as a foreign process on it or a pending
+            reset; empty when nothing speaks against it. Processes of the lease's own job do not.
     """
 
     uuid: str
@@ -230,6 +232,7 @@ class GpuReport:
     lost: bool
     sampled_at_s: float
     unmeasured: Mapping[str, str] = field(default_factory=dict)
+    busy: str = ""
 
 
 class EnergyMethod(StrEnum):
@@ -306,6 +309,8 @@ class JobOrder:
         attempt: Start number that the launcher is to be; a launcher with a lower one is replaced
             after it ended, never beside it.
         streams: Offsets up to which the head holds each stream, bytes.
+        suspend: With ``run`` False: let the job write a durable commit before it ends, because it will be
+            started again from that.
     """
 
     job_id: str
@@ -316,6 +321,7 @@ class JobOrder:
     spec: LaunchSpec
     slots: SlotsFile
     streams: Mapping[str, int]
+    suspend: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,45 +21,24 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import node_specimens
 import pytest
+from node_specimens import CONFIG, GPUS, NODE, SIMULATOR, order, spec
 
 from horowatt import wire
-from horowatt.devices.simulated import SimulatorConfig, SimulatorControl, build_library, create_state
+from horowatt.devices.simulated import SimulatorControl, create_state
 from horowatt.elastic.folder import JobFolder
 from horowatt.records import (
     AgentOrders,
     AgentReport,
-    BatchRule,
     EnergyInterval,
     EnergyMethod,
     JobOrder,
     LauncherKind,
     LauncherState,
-    LaunchSpec,
-    Lease,
-    SlotsFile,
 )
 
-NODE = "node-a"
-SIMULATOR = """
-[[gpu]]
-type = "test-gpu"
-count = 2
-idle_w = 50.0
-context_w = 30.0
-demand_w = 300.0
-floor_w = 60.0
-beta = 0.5
-default_limit_w = 400.0
-min_limit_w = 100.0
-max_limit_w = 400.0
-speed_flop_per_s = 1e9
-link_bytes_per_s = 1e6
-link_w = 120.0
-memory_bytes = 8589934592
-"""
-CONFIG = SimulatorConfig.parse(SIMULATOR)
-GPUS = CONFIG.uuids(NODE)
+library = node_specimens.library
 START_AGENT = """
 import json, sys
 from pathlib import Path
@@ -80,6 +59,28 @@ fcntl.flock(descriptor, fcntl.LOCK_EX)
 print("held", flush=True)
 time.sleep(120)
 """
+
+WORKER = """
+import fcntl, os, subprocess, sys, time
+lock, gpu, gib = sys.argv[1:]
+descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(descriptor, fcntl.LOCK_EX)
+from horowatt.devices.simulated import SimulatedGpu
+def occupy():
+    mine = SimulatedGpu(gpu)
+    mine.attach()
+    mine.use_memory(int(float(gib) * (1 << 30)))
+occupy()
+child = os.fork()
+if child == 0:
+    os.close(descriptor)
+    os.setsid()
+    occupy()
+    print(os.getpid(), flush=True)
+    time.sleep(120)
+time.sleep(120)
+"""
+"""A worker whose child closes the lease's lock, leaves its session, and stays on the GPU."""
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
@@ -255,6 +256,22 @@ class Site:
         assert process.stdout.readline() == b"held\n"
         return process
 
+    def occupy(self, job_id: str, lease_id: str, gpu: str, gib: float) -> tuple[subprocess.Popen[bytes], int]:
+        """Start a worker with a child; return it and the child's process id."""
+        lock = JobFolder.of(self.run_dir, job_id).lease(lease_id).lock
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(lock), gpu, str(gib)],
+            env={
+                **os.environ,
+                "HOROWATT_NVML_LIBRARY": str(self.library),
+                "HOROWATT_SIM_STATE": str(self.state),
+            },
+            stdout=subprocess.PIPE,
+        )
+        self.others.append(process)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline())
+
     def close(self) -> None:
         self.head.answering.set()
         for process in [*self.others, *([self.agent] if self.agent else [])]:
@@ -265,16 +282,11 @@ class Site:
         self.head.stop()
 
 
-@pytest.fixture(scope="session")
-def built_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_library(tmp_path_factory.mktemp("agent-library"))
-
-
 @pytest.fixture
-def site(built_library: Path) -> Iterator[Site]:
+def site(library: Path) -> Iterator[Site]:
     # A short path, because those of Unix sockets must be.
     with tempfile.TemporaryDirectory(prefix="hw-agent-") as name:
-        site = Site(Path(name), built_library)
+        site = Site(Path(name), library)
         try:
             site.head.start()
             yield site
@@ -295,51 +307,7 @@ def control(site: Site, monkeypatch: pytest.MonkeyPatch) -> SimulatorControl:
 
 def job(job_id: str, generation: int, leases: dict[str, str]) -> JobOrder:
     """Return the order of an attached job: the agent starts no process for it."""
-    user = pwd.getpwuid(os.geteuid())
-    return JobOrder(
-        job_id=job_id,
-        run=True,
-        forget=False,
-        launcher_here=True,
-        attempt=1,
-        spec=LaunchSpec(
-            job_id=job_id,
-            name=job_id,
-            tenant="t",
-            uid=user.pw_uid,
-            gid=user.pw_gid,
-            username=user.pw_name,
-            launcher=LauncherKind.ATTACHED,
-            command=("python", "train.py"),
-            environment={},
-            working_dir="/",
-            virtual_env=None,
-            min_width=1,
-            max_width=2,
-            batch_rule=BatchRule.PER_WORKER,
-            batch_size=None,
-        ),
-        slots=SlotsFile(
-            job_id=job_id,
-            generation=generation,
-            uid=user.pw_uid,
-            leases=tuple(
-                Lease(
-                    lease_id=lease_id,
-                    job_id=job_id,
-                    node=NODE,
-                    address="localhost",
-                    gpu_uuid=gpu,
-                    gpu_type="test-gpu",
-                    slot_index=index,
-                    simulated=True,
-                )
-                for index, (lease_id, gpu) in enumerate(leases.items())
-            ),
-            published_at_s=1.0,
-        ),
-        streams={},
-    )
+    return order(spec(job_id, launcher=LauncherKind.ATTACHED, max_width=2), generation, leases)
 
 
 def owners(chain: list[EnergyInterval]) -> list[str | None]:
@@ -584,6 +552,82 @@ def test_a_full_disk_costs_no_joule(site: Site) -> None:
             site.agent.wait()
             site.agent = None
         subprocess.run(["umount", str(site.run_dir)], check=True)
+
+
+def busy(report: AgentReport, gpu: str) -> str:
+    return next(one.busy for one in report.gpus if one.uuid == gpu)
+
+
+def test_a_slot_is_free_only_when_nothing_of_its_owner_is_left(site: Site, control: SimulatorControl) -> None:
+    """Owner's processes are not foreign; what it leaves on the GPU is, and no report calls it free before."""
+    site.begin()
+    site.head.jobs = (job("a", 1, {"a-1": GPUS[0]}),)
+    site.head.after(published("a", 1), "the publication")
+    worker, child = site.occupy("a", "a-1", GPUS[0], 1.2)
+    report = site.head.after(
+        lambda report: any(lease.held for one in report.jobs for lease in one.leases), "the worker"
+    )
+    report = site.head.after(lambda report: report.gpus, "a look at both processes")
+    assert [gpu.busy for gpu in report.gpus] == ["", ""]
+    site.head.jobs = (job("a", 2, {}),)
+    site.head.after(published("a", 2), "the withdrawal")
+    with site.head.lock:
+        seen = len(site.head.reports)
+    worker.kill()
+    worker.wait()
+    report = site.head.after(
+        lambda report: not any(lease.held for one in report.jobs for lease in one.leases),
+        "the lock's release",
+    )
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    assert busy(report, GPUS[0]) == f"process {child} of user {user} still uses 1.2 GiB"
+    site.head.after(lambda report: report.gpus, "another look")
+    os.kill(child, signal.SIGKILL)
+    free = site.head.after(lambda report: not busy(report, GPUS[0]), "the GPU")
+    with site.head.lock:
+        for one in site.head.reports[seen : site.head.reports.index(free)]:
+            held = any(lease.held for each in one.jobs for lease in each.leases)
+            assert held or busy(one, GPUS[0])
+    assert f"{GPUS[0]} is not granted now" in site.log.read_text()
+    assert all(not busy(one, GPUS[1]) for one in site.head.reports)
+
+
+def test_a_lock_that_its_own_user_deleted_frees_no_gpu(site: Site, control: SimulatorControl) -> None:
+    """A tenant who removes the lock file looks gone, but its processes on the GPU do not."""
+    site.begin()
+    site.head.jobs = (job("a", 1, {"a-1": GPUS[0]}),)
+    site.head.after(published("a", 1), "the publication")
+    site.occupy("a", "a-1", GPUS[0], 2.0)
+    site.head.after(lambda report: any(lease.held for one in report.jobs for lease in one.leases), "it")
+    JobFolder.of(site.run_dir, "a").lease("a-1").lock.unlink()
+    site.head.after(lambda report: not any(one.held for job in report.jobs for one in job.leases), "its end")
+    site.head.jobs = (job("a", 2, {}),)
+    report = site.head.after(published("a", 2), "the withdrawal")
+    assert "still uses 2.0 GiB, and 1 more" in busy(report, GPUS[0])
+
+
+def test_health_and_memory_count_where_processes_are_hidden(site: Site, control: SimulatorControl) -> None:
+    """Without a process list memory tells, without both nothing blocks, and what is absent is said."""
+    control.set_error(GPUS[0], "nvmlDeviceGetComputeRunningProcesses", 4)
+    control.set_ownerless_memory(GPUS[0], 4 << 30)
+    control.set_memory_errors(GPUS[1], 2, remap_pending=True)
+    site.begin()
+    report = site.head.last
+    assert busy(report, GPUS[0]) == "4.0 GiB of its memory are in use by no process that the driver names"
+    assert busy(report, GPUS[1]).startswith("2 uncorrectable ECC errors pending")
+    assert "Insufficient Permissions" in report.gpus[0].unmeasured["processes"]
+    assert "memory_used" not in report.gpus[0].unmeasured
+    assert report.gpus[1].unmeasured == {}
+    assert "HW-AGENT-021" not in report.notes
+    control.set_error(GPUS[0], "nvmlDeviceGetMemoryInfo", 999)
+    control.set_lost(GPUS[1])
+    report = site.head.after(lambda report: report.gpus[1].lost, "the loss")
+    assert busy(report, GPUS[1]) == "fell off the bus"
+    site.kill()
+    site.begin()
+    report = site.head.last
+    assert busy(report, GPUS[0]) == ""
+    assert set(report.gpus[0].unmeasured) == {"processes", "memory_used"}
 
 
 def test_jobs_outlive_the_agent_unless_told_otherwise(site: Site) -> None:

@@ -329,3 +329,57 @@ def test_time_never_runs_backwards() -> None:
     assert seen == sorted(seen)
     assert seen[2] == pytest.approx(1001.5)
     assert seen[-3:] == [1003.5, 1004.5, 2000]
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.floats(0.1, 2.0), st.sampled_from([0.0, 0.0, 0.0, -420.0, 300.0, -1.0, 3.0])),
+        max_size=80,
+    ),
+    has_counter=st.booleans(),
+)
+@settings(deadline=None)
+def test_a_wall_clock_that_jumps_costs_no_joule(
+    steps: list[tuple[float, float]], *, has_counter: bool
+) -> None:
+    """Set forward or back by minutes, it changes neither the energy nor the order of the intervals."""
+    wall, steady = [1000.0], [50.0]
+    clock = SteadyClock(wall=lambda: wall[0], monotonic=lambda: steady[0])
+    gpu = meter()
+    closed: list[EnergyInterval] = []
+
+    def look(*, close: bool = False) -> None:
+        joules = 100.0 * (steady[0] - 50.0) if has_counter else None
+        seen = Look(
+            at_s=clock.now_s(),
+            counter_j=joules,
+            power_w=100.0,
+            has_counter=has_counter,
+            steady_s=steady[0],
+        )
+        closed.extend(gpu.advance(seen, A1, close=close))
+
+    look()
+    for elapsed_s, jump_s in steps:
+        steady[0] += elapsed_s
+        wall[0] += elapsed_s + jump_s
+        look()
+    look(close=True)
+    assert_chain(closed)
+    assert EnergyMethod.MISSING not in {one.method for one in closed}
+    assert math.fsum(one.energy_j or 0.0 for one in closed) == pytest.approx(100.0 * (steady[0] - 50.0))
+
+
+def test_an_agent_that_starts_after_the_clock_was_set_back_goes_on_where_it_was() -> None:
+    """The chain of intervals does not overlap; a clock that was wrong by far is not kept up."""
+    wall, steady = [1000.0], [0.0]
+    clock = SteadyClock(wall=lambda: wall[0], monotonic=lambda: steady[0])
+    clock.not_before(1300.0)
+    gpu = meter(resumed=open_interval(start_s=1300.0))
+    closed = run(gpu, [(counter(clock.now_s(), 5100.0), A1)])
+    wall[0], steady[0] = 1010.0, 10.0
+    closed += run(gpu, [(counter(clock.now_s(), 5200.0), B1)])
+    assert_chain(closed)
+    assert math.fsum(one.energy_j or 0.0 for one in closed) == 200.0
+    clock.not_before(1e9)
+    assert clock.now_s() < 1400.0

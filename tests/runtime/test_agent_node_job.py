@@ -7,8 +7,10 @@ its life can be directed; the agent's side of it is the real one.
 
 import dataclasses
 import json
+import math
 import os
 import pwd
+import resource
 import signal
 import stat
 import subprocess
@@ -19,29 +21,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from node_specimens import NODE, order, spec
 
 from horowatt import wire
 from horowatt.agent import node_job
 from horowatt.agent.book import JobBook
 from horowatt.agent.jobs import JobKeeper
-from horowatt.agent.node_job import Surroundings
+from horowatt.agent.node_job import NodeJob, Surroundings
 from horowatt.agent.notes import Notes
 from horowatt.agent.processes import identify, lock_holders, send_signal
 from horowatt.agent.state import StateFile
+from horowatt.agent.streams import Budget
 from horowatt.elastic.folder import JobFolder
+from horowatt.elastic.hostfile import published_files
 from horowatt.records import (
-    BatchRule,
     JobOrder,
     JobReport,
     LauncherKind,
     LauncherState,
     LauncherStatus,
     LaunchSpec,
-    Lease,
     SlotsFile,
 )
 
-NODE = "n1"
 HOLD_LOCK = """
 import fcntl, os, signal, sys, time
 descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
@@ -130,6 +132,7 @@ class Node:
     def end(self) -> None:
         self.state.close()
         for keeper in [*self.before, self.keeper]:
+            keeper.close(60)
             # This process is the parent of what they started, even if a test has let them be forgotten.
             for job in keeper._jobs.values():
                 child = job._launcher._child
@@ -173,63 +176,6 @@ def says(state: str, attempt: int = 1) -> str:
         "updated_at_s": 1.0,
     }
     return f"echo '{json.dumps(status)}' > launcher.json"
-
-
-def spec(**more: object) -> LaunchSpec:
-    user = pwd.getpwuid(os.geteuid())
-    fields: dict[str, object] = {
-        "job_id": "job-1",
-        "name": "a job",
-        "tenant": "t",
-        "uid": user.pw_uid,
-        "gid": user.pw_gid,
-        "username": user.pw_name,
-        "launcher": LauncherKind.HOROWATT,
-        "command": ("python", "train.py"),
-        "environment": {},
-        "working_dir": "/",
-        "virtual_env": None,
-        "min_width": 1,
-        "max_width": 4,
-        "batch_rule": BatchRule.PER_WORKER,
-        "batch_size": None,
-    }
-    return LaunchSpec(**{**fields, **more})  # type: ignore[arg-type]
-
-
-def order(
-    of: LaunchSpec, generation: int = 1, leases: tuple[str, ...] = ("l-1",), **more: object
-) -> JobOrder:
-    slots = SlotsFile(
-        job_id=of.job_id,
-        generation=generation,
-        uid=of.uid,
-        leases=tuple(
-            Lease(
-                lease_id=lease_id,
-                job_id=of.job_id,
-                node=NODE,
-                address="localhost",
-                gpu_uuid=f"GPU-{lease_id}",
-                gpu_type="type",
-                slot_index=index,
-                simulated=True,
-            )
-            for index, lease_id in enumerate(leases)
-        ),
-        published_at_s=1.0,
-    )
-    fields: dict[str, object] = {
-        "job_id": of.job_id,
-        "run": True,
-        "forget": False,
-        "launcher_here": True,
-        "attempt": 1,
-        "spec": of,
-        "slots": slots,
-        "streams": {},
-    }
-    return JobOrder(**{**fields, **more})  # type: ignore[arg-type]
 
 
 ATTACHED = LauncherKind.ATTACHED
@@ -370,6 +316,131 @@ def test_a_deaf_launcher_and_its_workers_are_killed_after_a_grace(node: Node, tm
     assert node.launcher().code == "HW-AGENT-015"
     node.tend()
     assert not node.report().leases[0].held
+
+
+SUSPENDED = "trap 'echo suspend' USR1; trap 'echo term' TERM; {says}; while :; do sleep 0.05; done"
+
+
+def test_a_job_that_is_suspended_may_write_its_commit_first(node: Node, tmp_path: Path) -> None:
+    """First the signal to suspend, once; only after its own grace those that end the launcher."""
+    script = SUSPENDED.format(says=says("running"))
+    wanted = order(spec(virtual_env=launcher_env(tmp_path, script)))
+    node.apply(wanted)
+    wait_for(lambda: node.launcher().state is LauncherState.RUNNING, "the launcher")
+    suspend = dataclasses.replace(wanted, run=False, suspend=True)
+    log = node.folder().launcher_log
+    for _ in range(3):
+        node.apply(suspend)
+    wait_for(lambda: log.read_text() == "suspend\n", "the signal")
+    node.clock.now_s += node_job.SUSPEND_GRACE_S - 1
+    node.apply(suspend)
+    assert log.read_text() == "suspend\n"
+    node.clock.now_s += 1
+    node.apply(suspend)
+    wait_for(lambda: log.read_text() == "suspend\nterm\n", "the end to be asked for")
+    node.clock.now_s += node_job.GRACE_S
+    node.apply(suspend)
+    wait_for(lambda: node.launcher().state is LauncherState.STOPPED, "the launcher to be killed")
+    again = order(spec(virtual_env=launcher_env(tmp_path, says("finished", 2))), attempt=2)
+    node.apply(again)
+    wait_for(lambda: node.launcher().state is LauncherState.FINISHED, "the next start")
+
+
+def test_a_suspended_job_that_is_cancelled_ends_at_once(node: Node, tmp_path: Path) -> None:
+    """The last order counts; and a launcher that has not begun is not asked for a commit."""
+    script = SUSPENDED.format(says="while [ ! -e go ]; do sleep 0.02; done; " + says("running"))
+    wanted = order(spec(virtual_env=launcher_env(tmp_path, f"echo up; {script}")))
+    node.apply(wanted)
+    log = node.folder().launcher_log
+    wait_for(lambda: log.read_text() == "up\n", "the launcher")
+    suspend = dataclasses.replace(wanted, run=False, suspend=True)
+    node.apply(suspend)
+    wait_for(lambda: log.read_text() == "up\nterm\n", "the end to be asked for, no commit")
+    node.restart_agent()
+    (node.folder().root / "go").touch()
+    wait_for(lambda: node.launcher().state is LauncherState.RUNNING, "the launcher's word")
+    node.apply(suspend)
+    wait_for(lambda: log.read_text() == "up\nterm\nsuspend\n", "the signal")
+    node.apply(dataclasses.replace(suspend, suspend=False))
+    wait_for(lambda: log.read_text() == "up\nterm\nsuspend\nterm\n", "the end to be asked for")
+
+
+def test_what_its_own_user_damages_is_published_again(node: Node) -> None:
+    """Deleted, cut or replaced files of a running job are there again after the next look."""
+    node.apply(order(spec(), 1, ("l-1", "l-2"), launcher_here=False))
+    folder = node.folder()
+    whole = {path: path.read_bytes() for path in published_files(folder)}
+    assert len(whole) == 5
+    inodes = [path.stat().st_ino for path in whole]
+    node.tend()
+    assert [path.stat().st_ino for path in whole] == inodes
+    folder.hostfile.unlink()
+    folder.slots_json.write_text("{}")
+    folder.discover_script.write_text("#!/bin/sh\n")
+    folder.job_json.rename(folder.root / "elsewhere")
+    folder.node_json.unlink()
+    folder.node_json.symlink_to(folder.slots_json)
+    node.tend()
+    assert {path: path.read_bytes() for path in whole} == whole
+    assert not folder.node_json.is_symlink()
+    assert "was changed; it is written again" in node.notes.all()["HW-AGENT-023"]
+    inodes = [path.stat().st_ino for path in whole]
+    node.tend()
+    assert [path.stat().st_ino for path in whole] == inodes
+
+
+def test_broken_telemetry_of_one_job_is_its_own(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report that cannot be made, or not be read, is told without those files; the others are whole."""
+    node.apply(order(spec(), launcher_here=False), order(spec("job-2"), 1, ("l-2",), launcher_here=False))
+    node.hold("l-1")
+    node.tend()
+    original = NodeJob.report
+
+    def broken(job: NodeJob, now_s: float, budget: Budget) -> JobReport:
+        report = original(job, now_s, budget)
+        if job.memory.spec.job_id == "job-2":
+            return report
+        (lease,) = report.leases
+        return dataclasses.replace(report, leases=(dataclasses.replace(lease, steps=math.nan),))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(NodeJob, "report", broken)
+    reports = {report.job_id: report for report in node.keeper.reports(time.time())}
+    assert [(lease.held, lease.steps) for lease in reports["job-1"].leases] == [(True, 0)]
+    assert reports["job-1"].generation_published == 1
+    assert [lease.lease_id for lease in reports["job-2"].leases] == ["l-2"]
+    assert "job-1" in node.notes.all()["HW-AGENT-016"]
+    monkeypatch.setattr(NodeJob, "report", lambda *_: 1 / 0)
+    assert [one.held for one in node.report("job-1").leases] == [True]
+
+
+def test_commits_are_private_and_their_deletion_keeps_nobody_waiting(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job is forgotten while its files are still being deleted; a restarted agent finishes that."""
+    node.apply(order(spec(), launcher_here=False))
+    commits = node.folder().commits
+    assert stat.S_IMODE(commits.stat().st_mode) == 0o700
+    (commits / "large").write_bytes(b"\0" * (1 << 20))
+    go = tmp_path / "go"
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    slow = tools / "rm"
+    slow.write_text(f'#!/bin/sh\nwhile [ ! -e {go} ]; do /bin/sleep 0.02; done\nexec /bin/rm "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    node.apply(order(spec(), launcher_here=False, forget=True))
+    assert node.keeper.job_ids == ()
+    assert not node.folder().root.exists()
+    trash = node.run_dir / "trash"
+    assert stat.S_IMODE(trash.stat().st_mode) == 0o700
+    assert len(list(trash.iterdir())) == 1
+    node.apply(order(spec(), 2, launcher_here=False))
+    assert node.folder().commits.exists()
+    assert not any(node.folder().commits.iterdir())
+    node.restart_agent()
+    go.touch()
+    wait_for(lambda: (node.tend(), not list(trash.iterdir()))[1], "the deletion")
+    assert node.folder().commits.exists()
 
 
 def test_workers_left_behind_end_before_the_next_start(node: Node, tmp_path: Path) -> None:
@@ -576,13 +647,30 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+BACK_TO_NORMAL = (
+    "sleep 0.5; exec 3>&1 >/dev/null 2>&1; renice -n 19 -p $$; renice -n 0 -p $$; renice -n -1 -p $$; "
+    "exec >&3; ps -o ni= -p $$"
+)
+
+
+def _niceness_that_is_allowed() -> list[str]:
+    """Return where a process of a user gets back to from 19: only to 0, where root may allow that."""
+    limit = resource.getrlimit(resource.RLIMIT_NICE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NICE, (limit[0], limit[1] + 1))
+    except (OSError, ValueError):
+        return ["19"]
+    resource.setrlimit(resource.RLIMIT_NICE, limit)
+    return ["0"]
+
+
 @pytest.mark.root
 def test_a_job_of_another_user_runs_as_that_user(open_folder: Path) -> None:
     """Root's agent starts the launcher as the submitter, in files that are the submitter's."""
     nobody = pwd.getpwnam("nobody")
     node = Node(open_folder)
     try:
-        script = f"id -u; id -g; umask; {says('finished')}"
+        script = f"id -u; id -g; umask; {BACK_TO_NORMAL}; {says('finished')}"
         job = spec(
             uid=nobody.pw_uid,
             gid=nobody.pw_gid,
@@ -593,8 +681,9 @@ def test_a_job_of_another_user_runs_as_that_user(open_folder: Path) -> None:
         wait_for(lambda: node.launcher().state is LauncherState.FINISHED, "the launcher")
         folder = node.folder()
         log = folder.launcher_log.read_text().split()
-        assert log == [str(nobody.pw_uid), str(nobody.pw_gid), "0077"]
-        for path in (folder.root, folder.launcher_log, folder.slots_json, folder.lease("l-1").root):
+        assert log == [str(nobody.pw_uid), str(nobody.pw_gid), "0077", *_niceness_that_is_allowed()]
+        files = (folder.launcher_log, folder.slots_json, folder.lease("l-1").root, folder.commits)
+        for path in (folder.root, *files):
             assert path.stat().st_uid == nobody.pw_uid
         node.apply(order(job))
         (stream,) = node.report().streams

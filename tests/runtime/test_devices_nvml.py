@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import node_specimens
 import pynvml
 import pytest
+from node_specimens import CONFIG, GPUS
 
+from horowatt.devices.gpu import GpuProcess
 from horowatt.devices.nvml import GpuDevice, Nvml, open_nvml
 from horowatt.devices.reading import Measured, Unmeasured, value_or_none
 from horowatt.devices.simulated import (
     SimulatedGpu,
-    SimulatorConfig,
     SimulatorControl,
-    build_library,
     create_state,
     simulation_environment,
 )
@@ -25,31 +26,7 @@ from horowatt.errors import InvalidInput, NeedsOperator, NotAllowed
 from horowatt.records import GpuReport
 from horowatt.wire import decode, encode
 
-CONFIG = SimulatorConfig.parse(
-    """
-[[gpu]]
-type = "test-gpu"
-count = 2
-idle_w = 50.0
-context_w = 30.0
-demand_w = 300.0
-floor_w = 60.0
-beta = 0.5
-default_limit_w = 400.0
-min_limit_w = 100.0
-max_limit_w = 400.0
-speed_flop_per_s = 1e9
-link_bytes_per_s = 1e6
-link_w = 120.0
-memory_bytes = 8589934592
-"""
-)
-UUIDS = CONFIG.uuids("node-a")
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_library(tmp_path_factory.mktemp("library"))
+library = node_specimens.library
 
 
 @pytest.fixture
@@ -95,7 +72,7 @@ def test_inventory_is_by_uuid(nvml: Nvml) -> None:
     """Each GPU is one object with its UUID, position and product name, and stays that object."""
     gpus = nvml.gpus()
     assert [(gpu.uuid, gpu.nvml_index, gpu.name) for gpu in gpus] == [
-        (uuid, index, "test-gpu (simulated)") for index, uuid in enumerate(UUIDS)
+        (uuid, index, "test-gpu (simulated)") for index, uuid in enumerate(GPUS)
     ]
     assert all(gpu.simulated for gpu in gpus)
     assert nvml.gpus() == gpus
@@ -114,22 +91,61 @@ def test_readings_are_in_si_units_and_say_their_source(control: SimulatorControl
         gpu.max_limit_w(),
     ]
     assert [value_or_none(limit) for limit in limits] == [400.0, 400.0, 400.0, 100.0, 400.0]
-    assert gpu.process_ids() == ()
+    assert gpu.processes() == ()
     worker = SimulatedGpu(gpu.uuid)
     worker.step(100e9, 0)
     control.set_clock(1050.0)
-    assert gpu.process_ids() == (os.getpid(),)
+    assert gpu.processes() == (GpuProcess(pid=os.getpid(), memory_bytes=512 << 20),)
     assert gpu.power_instant_w() == Measured(300.0, "NVML_FI_DEV_POWER_INSTANT")
     assert value_or_none(gpu.utilization()) == 1.0
     assert value_or_none(gpu.memory_used_bytes()) == 512 << 20
     assert value_or_none(gpu.temperature_c()) == 66.0
 
 
+def test_faults_say_what_to_do(
+    control: SimulatorControl, nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the driver recommends comes first; repaired memory is no fault, nor is what cannot be asked."""
+    gpu, older = nvml.gpus()
+    assert gpu.fault() == ""
+    control.set_memory_errors(gpu.uuid, 3)
+    assert gpu.fault() == ""
+    control.set_memory_errors(gpu.uuid, 3, remap_pending=True)
+    assert gpu.fault() == "3 uncorrectable ECC errors pending: it needs a reset to repair its memory"
+    control.set_error(gpu.uuid, "nvmlDeviceGetTotalEccErrors", 3)
+    assert gpu.fault() == "needs a reset to repair its memory"
+    control.set_memory_errors(gpu.uuid, 3, remap_pending=True, recovery_action=2)
+    assert gpu.fault() == "needs a reboot of the node"
+    control.set_error(older.uuid, "nvmlDeviceGetRemappedRows", 3)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetRetiredPagesPendingStatus", lambda _: 1)
+    assert older.fault() == "needs a reset to repair its memory"
+    control.set_lost(gpu.uuid, 16)
+    assert gpu.report(None, 0.0).lost
+    assert (gpu.lost, gpu.fault()) == (True, "needs a reset")
+
+
+def test_memory_is_that_of_processes_and_of_nobody(control: SimulatorControl, gpu: GpuDevice) -> None:
+    """Both are in what is used; only processes name theirs. An old driver answers the old question."""
+    worker = SimulatedGpu(gpu.uuid)
+    worker.attach()
+    worker.use_memory(3 << 30)
+    control.set_ownerless_memory(gpu.uuid, 1 << 30)
+    assert gpu.processes() == (GpuProcess(pid=os.getpid(), memory_bytes=3 << 30),)
+    assert gpu.graphics_processes() == ()
+    assert gpu.memory_used_bytes() == Measured(float(4 << 30), "nvmlDeviceGetMemoryInfo_v2")
+    assert value_or_none(gpu.memory_total_bytes()) == 8 << 30
+    assert value_or_none(gpu.sm_clock_mhz()) == 210
+    worker.detach()
+    assert value_or_none(gpu.memory_used_bytes()) == 1 << 30
+    with pytest.raises(InvalidInput):
+        worker.use_memory(1)
+
+
 def test_report_carries_everything_and_survives_the_wire(nvml: Nvml) -> None:
     """A healthy GPU has no absent value, and the record reads back as it was."""
     report = nvml.gpus()[1].report(None, 123.0)
     assert report == GpuReport(
-        uuid=UUIDS[1],
+        uuid=GPUS[1],
         nvml_index=1,
         gpu_type="test-gpu",
         simulated=True,
@@ -204,8 +220,8 @@ def test_lost_gpu_leaves_others_intact(control: SimulatorControl, nvml: Nvml, co
 
 def test_gpu_lost_before_the_first_look_is_named(control: SimulatorControl, nvml: Nvml) -> None:
     """A GPU whose UUID was never read cannot be listed, but is not passed over in silence."""
-    control.set_lost(UUIDS[0])
-    assert [gpu.uuid for gpu in nvml.gpus()] == [UUIDS[1]]
+    control.set_lost(GPUS[0])
+    assert [gpu.uuid for gpu in nvml.gpus()] == [GPUS[1]]
     assert nvml.unreachable == {0: "GPU is lost"}
 
 
@@ -280,7 +296,7 @@ def test_driver_older_than_the_binding(gpu: GpuDevice, monkeypatch: pytest.Monke
         raise pynvml.NVMLLibraryMismatchError("unversioned function")
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", mismatch)
-    assert gpu.process_ids() == Unmeasured("nvmlDeviceGetComputeRunningProcesses: unversioned function")
+    assert gpu.processes() == Unmeasured("nvmlDeviceGetComputeRunningProcesses: unversioned function")
 
 
 def test_function_that_the_driver_lacks_is_absent(gpu: GpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 from horowatt.devices.nvml import LIBRARY_VARIABLE
 from horowatt.devices.simulated import (
     SimulatorConfig,
+    SimulatorControl,
     build_library,
     create_state,
     simulation_environment,
@@ -205,6 +206,13 @@ def test_simulated_gpus_are_called_simulated(tmp_path: Path, monkeypatch: pytest
     assert "2 GPUs (simulated devices)" in one(checks, "nvml").found
     assert one(checks, "energy-counters").status is Status.OK
     assert one(checks, "power-limits").status is Status.OK
+    assert one(checks, "gpu-hand-over").status is Status.OK
+    control, (uuid, _) = SimulatorControl(library), config.uuids("here")
+    control.set_error(uuid, "nvmlDeviceGetComputeRunningProcesses", 4)
+    assert one(gpus.check_nvml(), "gpu-hand-over").code == "HW-DOC-018"
+    control.set_memory_errors(uuid, 1, recovery_action=1)
+    check = one(gpus.check_nvml(), "gpu-hand-over")
+    assert (check.code, check.found) == ("HW-DOC-017", f"{uuid} needs a reset")
 
 
 def test_isolation_needs_cgroup_v2_and_a_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from horowatt import wire
-from horowatt.agent.folders import delete_job_folder, read_status
+from horowatt.agent.folders import read_status
+from horowatt.agent.notes import Notes
+from horowatt.agent.trash import Trash
 from horowatt.elastic.folder import JobFolder
 from horowatt.errors import InvalidInput
 from horowatt.records import LauncherState, LauncherStatus
@@ -66,6 +68,9 @@ def test_a_folder_of_any_depth_can_be_deleted(tmp_path: Path) -> None:
         os.close(here)
         here = deeper
     os.close(here)
-    delete_job_folder(JobFolder(root))
+    trash = Trash(tmp_path / "trash", Notes())
+    trash.discard(root)
     assert not root.exists()
+    trash.close(60)
+    assert not list((tmp_path / "trash").iterdir())
     assert outside.exists()

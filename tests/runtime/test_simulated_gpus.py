@@ -7,44 +7,32 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import node_specimens
 import pynvml
 import pytest
+from node_specimens import (
+    BETA,
+    CONTEXT_W,
+    DEMAND_W,
+    FLOOR_W,
+    IDLE_W,
+    LINK_BYTES_PER_S,
+    LINK_W,
+    SPEED_FLOP_PER_S,
+)
 
 from horowatt.devices.simulated import (
     SimulatedGpu,
     SimulatorConfig,
     SimulatorControl,
-    build_library,
     create_state,
     simulation_environment,
 )
 from horowatt.errors import InvalidInput, NeedsOperator, NotFound
 
-IDLE_W, CONTEXT_W, DEMAND_W, LINK_W, FLOOR_W, BETA = 50.0, 30.0, 300.0, 120.0, 60.0, 0.5
-SPEED_FLOP_PER_S, LINK_BYTES_PER_S = 1e9, 1e6
-CONFIG = f"""
-[[gpu]]
-type = "test-gpu"
-count = 2
-idle_w = {IDLE_W}
-context_w = {CONTEXT_W}
-demand_w = {DEMAND_W}
-floor_w = {FLOOR_W}
-beta = {BETA}
-default_limit_w = 400.0
-min_limit_w = 100.0
-max_limit_w = 400.0
-speed_flop_per_s = {SPEED_FLOP_PER_S}
-link_bytes_per_s = {LINK_BYTES_PER_S}
-link_w = {LINK_W}
-memory_bytes = 8589934592
-"""
-UUIDS = SimulatorConfig.parse(CONFIG).uuids("node-a")
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_library(tmp_path_factory.mktemp("library"))
+CONFIG = node_specimens.SIMULATOR
+UUIDS = node_specimens.GPUS
+library = node_specimens.library
 
 
 @pytest.fixture

@@ -12,45 +12,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import node_specimens
 import pytest
+from node_specimens import CONFIG, DEMAND_W, GPUS, IDLE_W, SPEED_FLOP_PER_S
 
 from horowatt.devices.simulated import (
     SimulatedGpu,
     SimulatorConfig,
     SimulatorControl,
-    build_library,
     create_state,
     simulation_environment,
 )
 from horowatt.errors import NeedsOperator
 
-IDLE_W, CONTEXT_W, DEMAND_W = 50.0, 30.0, 300.0
-SPEED_FLOP_PER_S = 1e9
-CONFIG = SimulatorConfig.parse(
-    f"""
-[[gpu]]
-type = "test-gpu"
-count = 2
-idle_w = {IDLE_W}
-context_w = {CONTEXT_W}
-demand_w = {DEMAND_W}
-floor_w = 60.0
-beta = 0.5
-default_limit_w = 400.0
-min_limit_w = 100.0
-max_limit_w = 400.0
-speed_flop_per_s = {SPEED_FLOP_PER_S}
-link_bytes_per_s = 1e6
-link_w = 120.0
-memory_bytes = 8589934592
-"""
-)
-UUIDS = CONFIG.uuids("node-a")
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_library(tmp_path_factory.mktemp("library"))
+library = node_specimens.library
 
 
 @pytest.fixture
@@ -67,7 +42,7 @@ def state(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def worker(body: str) -> Iterator[subprocess.Popen[str]]:
     """Run Python code with ``gpu`` at hand in a process of its own, and end it afterwards."""
     setup = (
-        f"import sys\nfrom horowatt.devices.simulated import SimulatedGpu\ngpu = SimulatedGpu({UUIDS[0]!r})\n"
+        f"import sys\nfrom horowatt.devices.simulated import SimulatedGpu\ngpu = SimulatedGpu({GPUS[0]!r})\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", setup + body], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -95,9 +70,9 @@ def test_processes_see_the_same_gpus(state: Path) -> None:
     with worker(WORK_THEN_WAIT) as process:
         assert float(line_of(process)) == 100.0
         control.set_clock(10.0)
-        assert control.true_power_w(UUIDS[0]) == pytest.approx(DEMAND_W)
-        assert control.true_energy_j(UUIDS[0]) == pytest.approx(10 * DEMAND_W)
-        assert control.true_energy_j(UUIDS[1]) == pytest.approx(10 * IDLE_W)
+        assert control.true_power_w(GPUS[0]) == pytest.approx(DEMAND_W)
+        assert control.true_energy_j(GPUS[0]) == pytest.approx(10 * DEMAND_W)
+        assert control.true_energy_j(GPUS[1]) == pytest.approx(10 * IDLE_W)
 
 
 def test_kill_ends_the_load_of_a_worker(state: Path) -> None:
@@ -108,9 +83,9 @@ def test_kill_ends_the_load_of_a_worker(state: Path) -> None:
         control.set_clock(10.0)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert control.true_power_w(UUIDS[0]) == pytest.approx(IDLE_W)
+        assert control.true_power_w(GPUS[0]) == pytest.approx(IDLE_W)
         control.set_clock(20.0)
-        assert control.true_energy_j(UUIDS[0]) == pytest.approx(10 * DEMAND_W + 10 * IDLE_W)
+        assert control.true_energy_j(GPUS[0]) == pytest.approx(10 * DEMAND_W + 10 * IDLE_W)
 
 
 def test_worker_that_nobody_reaped_counts_as_gone(state: Path) -> None:
@@ -120,13 +95,13 @@ def test_worker_that_nobody_reaped_counts_as_gone(state: Path) -> None:
         line_of(process)
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert control.true_power_w(UUIDS[0]) == pytest.approx(IDLE_W)
+        assert control.true_power_w(GPUS[0]) == pytest.approx(IDLE_W)
 
 
 def test_steps_of_two_processes_follow_one_another(state: Path) -> None:
     """The GPU never does two steps at once: the second process waits, and power is not added."""
     control = SimulatorControl()
-    gpu = SimulatedGpu(UUIDS[0])
+    gpu = SimulatedGpu(GPUS[0])
     gpu.step(2 * SPEED_FLOP_PER_S, 0)
     body = (
         "step = gpu.step(1e9, 0)\n"
@@ -136,8 +111,8 @@ def test_steps_of_two_processes_follow_one_another(state: Path) -> None:
     with worker(body) as process:
         assert line_of(process) == "2.0 1.0 3.0"
         control.set_clock(2.5)
-        assert control.true_power_w(UUIDS[0]) == pytest.approx(DEMAND_W)
-        assert control.true_energy_j(UUIDS[0]) == pytest.approx(2.5 * DEMAND_W)
+        assert control.true_power_w(GPUS[0]) == pytest.approx(DEMAND_W)
+        assert control.true_energy_j(GPUS[0]) == pytest.approx(2.5 * DEMAND_W)
     gpu.detach()
 
 
@@ -162,8 +137,8 @@ def test_kill_at_any_instruction_leaves_the_state_whole(state: Path, seed: int) 
             process.wait()
         # The clock stood still while the worker ran, so only idle time may have been booked.
         control.set_clock(10.0 * round_number)
-        assert control.true_power_w(UUIDS[0]) == pytest.approx(IDLE_W)
-        assert control.true_energy_j(UUIDS[0]) == pytest.approx(10 * round_number * IDLE_W)
+        assert control.true_power_w(GPUS[0]) == pytest.approx(IDLE_W)
+        assert control.true_energy_j(GPUS[0]) == pytest.approx(10 * round_number * IDLE_W)
 
 
 def test_real_time_passes_without_a_virtual_clock(
@@ -179,7 +154,7 @@ def test_real_time_passes_without_a_virtual_clock(
     control = SimulatorControl()
     time.sleep(0.05)
     first_s = time.monotonic()
-    energy_j = control.true_energy_j(UUIDS[0])
+    energy_j = control.true_energy_j(GPUS[0])
     last_s = time.monotonic()
     assert IDLE_W * (first_s - created_s) <= energy_j <= IDLE_W * (last_s - before_s)
 
@@ -189,10 +164,10 @@ def test_agent_that_starts_again_keeps_the_state(state: Path, library: Path) -> 
     control = SimulatorControl()
     control.set_clock(10.0)
     assert not create_state(CONFIG, state, "node-a", library=library, clock_s=0.0)
-    assert control.true_energy_j(UUIDS[0]) == pytest.approx(10 * IDLE_W)
+    assert control.true_energy_j(GPUS[0]) == pytest.approx(10 * IDLE_W)
     other = SimulatorConfig((replace(CONFIG.gpu[0], idle_w=60.0),))
     assert create_state(other, state, "node-a", library=library, clock_s=0.0)
-    assert SimulatorControl().true_energy_j(UUIDS[0]) == 0.0
+    assert SimulatorControl().true_energy_j(GPUS[0]) == 0.0
 
 
 def test_every_user_may_enter_load(state: Path) -> None:
@@ -206,11 +181,11 @@ def test_broken_state_file_is_refused(state: Path, library: Path) -> None:
         state.unlink()
         state.write_bytes(content)
         with pytest.raises(NeedsOperator, match="HW-SIM-005"):
-            SimulatedGpu(UUIDS[0])
+            SimulatedGpu(GPUS[0])
     assert create_state(
         CONFIG, state, "node-a", clock_s=0.0, library=Path(os.environ["HOROWATT_NVML_LIBRARY"])
     )
-    assert SimulatorControl().true_energy_j(UUIDS[0]) == 0.0
+    assert SimulatorControl().true_energy_j(GPUS[0]) == 0.0
 
 
 def test_state_that_cannot_be_written_is_refused(library: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Nobody tells the agent when such a job begins or ends, so its workers' locks and
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from horowatt.elastic.leaving import EXIT_TERMINATED
 from horowatt.records import LauncherState, LeaseReport
 
 STOPPED_CODE = "HW-AGENT-015"
@@ -56,7 +57,7 @@ def derive(
                 message="the script ended with exit code 0 without a single training step",
             )
         return AttachedState(state=LauncherState.FINISHED, exit_code=0)
-    failed = [code for code in codes if code > 0]
+    failed = [code for code in codes if code > 0 and code != EXIT_TERMINATED]
     if failed:
         return AttachedState(
             state=LauncherState.FAILED,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from horowatt.agent.clock import SteadyClock
+from horowatt.agent.gates import Verdict
 from horowatt.agent.meter import GpuMeter, Holder, Look, OpenInterval
 from horowatt.agent.notes import Notes
 from horowatt.agent.spool import Spool
@@ -39,7 +40,7 @@ class _Board:
     tries_left: int
     report: GpuReport | None = None
 
-    def see(self, report: GpuReport) -> Look:
+    def see(self, report: GpuReport, steady_s: float) -> Look:
         """Return the look that a report amounts to."""
         self.report = report
         if report.energy_j is not None:
@@ -55,6 +56,7 @@ class _Board:
             has_counter=self.has_counter,
             lost=report.lost,
             why=report.unmeasured.get(wanted, "the GPU is lost" if report.lost else ""),
+            steady_s=steady_s,
         )
 
 
@@ -131,7 +133,7 @@ class Boards:
         for uuid, device in self._devices.items():
             report = device.report(self._gpu_type, self._clock.now_s())
             board = self._board(report)
-            look = board.see(report)
+            look = board.see(report, self._monotonic_s())
             before = board.meter.opened
             closed += board.meter.advance(
                 look, holders.get(uuid), timed=self._spool.degraded is None, close=close
@@ -143,6 +145,17 @@ class Boards:
             self._spool.store(closed, opened, gone)
         else:
             self._spool.flush()
+
+    def mark(self, verdicts: Mapping[str, Verdict]) -> None:
+        """Say in the reports which GPUs must not be granted, by UUID."""
+        for uuid, verdict in verdicts.items():
+            board = self._boards.get(uuid)
+            if board is not None and board.report is not None:
+                board.report = dataclasses.replace(
+                    board.report,
+                    busy=verdict.busy,
+                    unmeasured={**board.report.unmeasured, **verdict.unmeasured},
+                )
 
     def reports(self) -> tuple[GpuReport, ...]:
         """Return the GPUs as the last :meth:`meter` saw them."""

@@ -31,6 +31,7 @@ class JobMemory:
     Attributes:
         slots: Newest slots file that was ordered.
         run: False once the head wants the job to end.
+        suspend: True when the job is to write a durable commit before it ends.
         attempt: Start number that was ordered.
         start: The latest start of a launcher here, or None.
         verdict: What the agent found in place of a launcher's last word, or None.
@@ -43,6 +44,7 @@ class JobMemory:
     attempt: int
     start: Start | None = None
     verdict: LauncherStatus | None = None
+    suspend: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 _SLEW = 0.5
 """Pace at which the clock goes on while it waits for a wall clock that was set back."""
+_MOST_AHEAD_S = 3600.0
 _TOLERANCE_S = 0.05
 """Disagreement with the wall clock that is only the jitter of reading two clocks, seconds."""
 
@@ -24,6 +25,15 @@ class SteadyClock:
         self._monotonic = monotonic
         self._now_s = wall()
         self._at = monotonic()
+
+    def not_before(self, at_s: float) -> None:
+        """Go on after an instant that an earlier run of this process has used, if it is not far off.
+
+        The wall clock may have been set back in between, by minutes; by more than an hour it was wrong
+        before, and what was recorded then keeps its times.
+        """
+        if self._now_s < at_s <= self._now_s + _MOST_AHEAD_S:
+            self._now_s = at_s
 
     def now_s(self) -> float:
         """Return Unix seconds, never fewer than before."""

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-import subprocess
 from pathlib import Path
 
 from horowatt import wire
@@ -48,27 +47,25 @@ def make_job_folder(folder: JobFolder, uid: int, gid: int) -> None:
             ) from None
     else:
         os.chown(folder.root, uid, gid, follow_symlinks=False)
+    _make_commits_folder(folder, uid, gid)
 
 
-def delete_job_folder(folder: JobFolder) -> None:
-    """Delete a job's folder and all in it, following no link; an absent one is fine.
-
-    Raises:
-        OSError: when something could not be deleted.
-    """
-    if folder.root.is_symlink():
-        folder.root.unlink()
-    elif folder.root.exists():
-        # A tenant can nest folders deeper than shutil.rmtree can recurse.
-        done = subprocess.run(
-            ["rm", "-rf", "--one-file-system", "--", str(folder.root)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise OSError(done.stderr.strip()[-_TAIL_BYTES:] or "rm failed")
+def _make_commits_folder(folder: JobFolder, uid: int, gid: int) -> None:
+    """Make the folder of the job's commits; what its user put in its place is that user's loss."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    root = os.open(folder.root, flags)
+    try:
+        os.mkdir(folder.commits.name, 0o700, dir_fd=root)
+        # By descriptor, and a folder only: its name is the tenant's, who could put another file there.
+        made = os.open(folder.commits.name, flags, dir_fd=root)
+        try:
+            os.fchown(made, uid, gid)
+        finally:
+            os.close(made)
+    except FileExistsError:
+        return
+    finally:
+        os.close(root)
 
 
 def read_status(folder: JobFolder, uid: int) -> LauncherStatus | None:

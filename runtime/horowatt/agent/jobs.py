@@ -4,12 +4,14 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from horowatt import wire
 from horowatt.agent.book import JobMemory
-from horowatt.agent.folders import delete_job_folder
+from horowatt.agent.gates import Claim
 from horowatt.agent.holders import LeaseState
 from horowatt.agent.node_job import NodeJob, Surroundings
 from horowatt.agent.notes import say
 from horowatt.agent.streams import Budget
+from horowatt.agent.trash import Trash
 from horowatt.elastic.folder import JobFolder, checked_name
 from horowatt.errors import HorowattError, InvalidInput
 from horowatt.records import JobOrder, JobReport
@@ -29,6 +31,7 @@ class JobKeeper:
         self._around = around
         self._turn = 0
         make_jobs_folder(around.run_dir)
+        self._trash = Trash(around.run_dir / "trash", around.notes, around.monotonic_s)
         self._jobs: dict[str, NodeJob] = {
             job_id: NodeJob(memory, around) for job_id, memory in around.book.jobs().items()
         }
@@ -58,15 +61,37 @@ class JobKeeper:
                 continue
             if job.forgetting and job.over(now_s):
                 self._delete(job_id, job)
+        self._trash.tend()
 
     def look(self) -> None:
         """Look at every job's leases, and do nothing about them."""
         for job in self._jobs.values():
             job.look()
 
+    def close(self, wait_s: float = 0.0) -> None:
+        """Give what is being deleted ``wait_s`` seconds, and then leave it to itself."""
+        self._trash.close(wait_s)
+
     def lease_states(self) -> list[LeaseState]:
         """Return all leases of this node."""
         return [state for job in self._jobs.values() for state in job.lease_states()]
+
+    def claims(self) -> dict[str, list[Claim]]:
+        """Return the leases that are published or held, by GPU UUID, as of the last look."""
+        claims: dict[str, list[Claim]] = {}
+        for job in self._jobs.values():
+            locks = job.lock_paths()
+            for state in job.lease_states():
+                if state.published or state.held:
+                    claims.setdefault(state.lease.gpu_uuid, []).append(
+                        Claim(
+                            lease_id=state.lease.lease_id,
+                            uid=job.memory.spec.uid,
+                            held=state.held,
+                            locks=locks,
+                        )
+                    )
+        return claims
 
     def reports(self, now_s: float) -> tuple[JobReport, ...]:
         """Return every job's report; each time another job is the first to spend the budget."""
@@ -75,7 +100,19 @@ class JobKeeper:
             return ()
         self._turn = (self._turn + 1) % len(jobs)
         budget = Budget()
-        return tuple(job.report(now_s, budget) for job in [*jobs[self._turn :], *jobs[: self._turn]])
+        return tuple(self._report(job, now_s, budget) for job in [*jobs[self._turn :], *jobs[: self._turn]])
+
+    def _report(self, job: NodeJob, now_s: float, budget: Budget) -> JobReport:
+        """Return a job's report; what its own files make of it never spoils the report of the node."""
+        try:
+            report = job.report(now_s, budget)
+            # What cannot be written, or would not be read at the other end, must not go with the rest.
+            wire.decode(wire.encode(report), JobReport)
+        except Exception as error:  # noqa: BLE001 - whatever is in those files
+            job_id = job.memory.spec.job_id
+            self._around.notes.set("HW-AGENT-016", f"the files of job {job_id} cannot be reported: {error!r}")
+            return job.bare_report()
+        return report
 
     def end_all(self, now_s: float) -> bool:
         """Move every job one step towards its end; return True once all are over.
@@ -114,6 +151,7 @@ class JobKeeper:
             run=order.run,
             launcher_here=order.launcher_here,
             attempt=order.attempt,
+            suspend=order.suspend and not order.run and not order.forget,
         )
         self._around.book.remember(memory)
         job = NodeJob(memory, self._around)
@@ -122,7 +160,7 @@ class JobKeeper:
 
     def _delete(self, job_id: str, job: NodeJob) -> None:
         try:
-            job.delete()
+            job.delete(self._trash)
         except HorowattError as error:
             self._around.notes.error(error)
             return
@@ -134,7 +172,7 @@ class JobKeeper:
 
     def _delete_unknown(self, job_id: str) -> None:
         try:
-            delete_job_folder(JobFolder.of(self._around.run_dir, job_id))
+            self._trash.discard(JobFolder.of(self._around.run_dir, job_id).root)
         except OSError as error:
             self._around.notes.set("HW-AGENT-017", f"the folder of job {job_id} cannot be deleted: {error}")
 

@@ -58,7 +58,8 @@ class Launcher:
         if is_held(self._folder.launcher_lock):
             return True
         blind = start is not None and start.process is None and self._child is None
-        return blind and start is not None and now_s - start.at_s < _BLIND_S
+        # Before its start there is no now, unless the wall clock was set back since.
+        return blind and start is not None and 0.0 <= now_s - start.at_s < _BLIND_S
 
     def processes(self, start: Start | None, uid: int) -> tuple[ProcessId, ...]:
         """Return the living launcher, as the agent remembers it or as the lock's holder."""

@@ -20,6 +20,7 @@ from horowatt.agent.boards import Boards
 from horowatt.agent.book import JobBook
 from horowatt.agent.clock import SteadyClock
 from horowatt.agent.config import AgentConfig
+from horowatt.agent.gates import Gates
 from horowatt.agent.holders import find_holders
 from horowatt.agent.jobs import JobKeeper
 from horowatt.agent.limits import LimitKeeper
@@ -101,6 +102,7 @@ class Agent:
                 "energy since the last report is unknown",
             )
         self._spool = Spool(self._state)
+        self._clock.not_before(max((one.start_s for one in self._spool.opened().values()), default=0.0))
         self._boards = Boards(
             self._spool,
             self._notes,
@@ -109,6 +111,7 @@ class Agent:
             close_every_s=config.close_every_s,
             same_boot=self._state.same_boot,
         )
+        self._gates = Gates(self._notes)
         self._limits = LimitKeeper(run_dir / "limits.json", self._state.boot_id, self._notes)
         around = Surroundings(
             node=config.node,
@@ -169,6 +172,7 @@ class Agent:
             if isinstance(answer, AgentOrders):
                 self._spool.acknowledge(answer.acked_seq)
         self._boards.close()
+        self._jobs.close()
         self._state.close()
 
     def _meter(self, *, close: bool = False) -> None:
@@ -176,6 +180,8 @@ class Agent:
         for gpu_uuid, lease_ids in found.contested.items():
             self._notes.set("HW-AGENT-006", f"GPU {gpu_uuid} is claimed by the leases {', '.join(lease_ids)}")
         self._boards.meter(found.by_gpu, close=close)
+        # After the locks, so that a worker whose lock was free can only have left more behind, not less.
+        self._boards.mark(self._gates.judge(self._boards.devices, self._jobs.claims(), time.monotonic()))
         if self._spool.degraded is not None:
             self._notes.error(self._spool.degraded)
 

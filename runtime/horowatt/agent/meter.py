@@ -64,6 +64,7 @@ class Look:
         has_counter: False when the device has no energy counter at all.
         lost: True when the device fell off the bus or needs a reset.
         why: Why the wanted reading is absent, empty when it is there.
+        steady_s: A clock that nobody sets, seconds, for how long something lasted; None takes ``at_s``.
     """
 
     at_s: float
@@ -72,6 +73,7 @@ class Look:
     has_counter: bool
     lost: bool = False
     why: str = ""
+    steady_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ class _Integral:
         self._last: tuple[float, float] | None = None
 
     def reading_j(self, at_s: float, power_w: float | None) -> float | None:
-        """Return the integral up to ``at_s``; a break in it is counted in ``breaks``."""
+        """Return the integral up to ``at_s`` (of a clock that nobody sets); ``breaks`` counts its breaks."""
         if power_w is None:
             return None
         if self._last is not None:
@@ -142,6 +144,7 @@ class GpuMeter:
         self._bridging = resumed is not None
         self._same_boot = same_boot
         self._last_s = resumed.start_s if resumed else 0.0
+        self._last_steady_s: float | None = None
         self._last_j = resumed.start_j if resumed else None
         self._holder_moved = False
         self._zero_seen = False
@@ -194,7 +197,8 @@ class GpuMeter:
 
     def _reading(self, look: Look, opened: OpenInterval | None) -> tuple[float | None, str]:
         """Return the cumulative reading, and why it cannot be compared with the one before."""
-        integral_j = self._integral.reading_j(look.at_s, _usable(look.power_w))
+        steady_s = look.at_s if look.steady_s is None else look.steady_s
+        integral_j = self._integral.reading_j(steady_s, _usable(look.power_w))
         broke, self._breaks_seen = self._integral.breaks != self._breaks_seen, self._integral.breaks
         counter_j = None if look.lost else _usable(look.counter_j)
         value_j = counter_j if look.has_counter else integral_j
@@ -228,7 +232,7 @@ class GpuMeter:
                 opened, (opened.start_s, opened.start_j), (look.at_s, value_j), opened.holder
             )
         else:
-            self._last_s, self._last_j = look.at_s, value_j
+            self._note_reading(look, value_j)
             return []
         self._start(look, value_j, holder)
         return closed
@@ -237,7 +241,7 @@ class GpuMeter:
         self, opened: OpenInterval, look: Look, holder: Holder | None, *, close: bool
     ) -> list[EnergyInterval]:
         self._note_holder(opened, holder)
-        if look.lost or close or look.at_s - self._last_s > GAP_LIMIT_S:
+        if look.lost or close or self._since_reading_s(look) > GAP_LIMIT_S:
             return self._give_up(opened, look, None, holder, self._why or NO_READING)
         return []
 
@@ -272,6 +276,15 @@ class GpuMeter:
         closed += self._missing(opened, self._last_s, look, reason, start_j=self._last_j, end_j=value_j)
         self._start(look, value_j, holder)
         return closed
+
+    def _note_reading(self, look: Look, value_j: float | None) -> None:
+        self._last_s, self._last_steady_s, self._last_j = look.at_s, look.steady_s, value_j
+
+    def _since_reading_s(self, look: Look) -> float:
+        """Return how long ago the last reading was, whatever was done to the wall clock since."""
+        if look.steady_s is None or self._last_steady_s is None:
+            return look.at_s - self._last_s
+        return look.steady_s - self._last_steady_s
 
     def _note_holder(self, opened: OpenInterval, holder: Holder | None) -> None:
         """Remember that the GPU changed hands while no reading could tell when."""
@@ -355,7 +368,7 @@ class GpuMeter:
             start_j=value_j,
             integrated=not look.has_counter,
         )
-        self._last_s, self._last_j = look.at_s, value_j
+        self._note_reading(look, value_j)
         self._bridging = self._holder_moved = self._zero_seen = False
         self._same_boot = True
 

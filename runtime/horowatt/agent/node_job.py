@@ -14,15 +14,16 @@ from pathlib import Path
 
 from horowatt.agent import attached
 from horowatt.agent.book import JobBook, JobMemory, KnownLease, Start, with_slots
-from horowatt.agent.folders import delete_job_folder, found_leases, lease_report, make_job_folder
+from horowatt.agent.folders import found_leases, lease_report, make_job_folder
 from horowatt.agent.holders import LeaseState
 from horowatt.agent.launchers import FINAL, Launcher, refusal, status_of
 from horowatt.agent.notes import Notes, say
 from horowatt.agent.processes import ProcessId, lock_holders, send_signal
 from horowatt.agent.streams import Budget, Source, read_chunks
+from horowatt.agent.trash import Trash
 from horowatt.elastic.counters import Counters, is_held
 from horowatt.elastic.folder import JobFolder
-from horowatt.elastic.hostfile import publish
+from horowatt.elastic.hostfile import publish, published_files
 from horowatt.errors import HorowattError, NeedsOperator
 from horowatt.records import (
     JobOrder,
@@ -36,6 +37,9 @@ from horowatt.records import (
 
 GRACE_S = 20.0
 """Seconds between asking processes to end and killing them."""
+SUSPEND_GRACE_S = 120.0
+"""Seconds that a job which is suspended may take to write its commit, before it is asked to end."""
+SUSPEND_SIGNAL = signal.SIGUSR1
 _KEPT_WITHDRAWN = 64
 """Withdrawn leases of a job that are still looked at and reported, the latest ones."""
 
@@ -71,8 +75,12 @@ class NodeJob:
         self._held: dict[str, bool] = {}
         self._alive_at_s = around.monotonic_s()
         self._offsets: Mapping[str, int] | None = None
+        self._suspending_since_s: float | None = None
         self._ending_since_s: float | None = None
-        self._asked_to_end: set[ProcessId] = set()
+        self._asked: set[tuple[ProcessId, signal.Signals]] = set()
+        self._written: dict[Path, tuple[int, ...]] = {}
+        self._last_reports: dict[str, LeaseReport] = {}
+        self._last_status: LauncherStatus | None = None
         self.forgetting = False
 
     def order(self, order: JobOrder) -> None:
@@ -89,6 +97,7 @@ class NodeJob:
             run=order.run and not order.forget,
             launcher_here=order.launcher_here,
             attempt=max(order.attempt, memory.attempt),
+            suspend=order.suspend and not order.run and not order.forget,
         )
         self._offsets = dict(order.streams)
         self.forgetting = order.forget
@@ -107,8 +116,13 @@ class NodeJob:
         if refusal(memory, self._around.node) is not None:
             return
         slots = self._due_slots(now_s)
+        damaged = self._damaged(slots)
+        if damaged:
+            self._around.notes.set(
+                "HW-AGENT-023", f"{damaged} of job {memory.spec.job_id} was changed; it is written again"
+            )
         if (
-            (self._unpublished or slots != self._published)
+            (self._unpublished or damaged or slots != self._published)
             and slots.generation > 0
             and (memory.run or self._folder.root.exists())
         ):
@@ -140,18 +154,23 @@ class NodeJob:
             for lease_id, known in self._leases.items()
         ]
 
+    def lock_paths(self) -> tuple[Path, ...]:
+        """Return the files that this job's processes hold: the launcher's and those of its leases."""
+        leases = [self._folder.lease(lease_id).lock for lease_id in self._watched_leases()]
+        return (self._folder.launcher_lock, *leases)
+
     def over(self, now_s: float) -> bool:
         """Tell whether no process of the job is left on this node."""
         return not (any(self._held.values()) or self._launcher.alive(self.memory.start, now_s))
 
-    def delete(self) -> None:
+    def delete(self, trash: Trash) -> None:
         """Remove the job's folder and every memory of it.
 
         Raises:
-            OSError: when something in the folder could not be deleted.
+            OSError: when the folder could not be taken away.
             NeedsOperator: when it could not be removed from the book.
         """
-        delete_job_folder(self._folder)
+        trash.discard(self._folder.root)
         self._around.book.forget(self.memory.spec.job_id)
 
     def report(self, now_s: float, budget: Budget) -> JobReport:
@@ -168,15 +187,38 @@ class NodeJob:
                 # The folder of a lease on another node, whose worker this node cannot see.
                 continue
             reports.append(report)
+            self._last_reports[lease_id] = report
             counters += [found] if found is not None else []
+        self._last_status = self._status(now_s, reports, counters)
         return JobReport(
             job_id=self.memory.spec.job_id,
             generation_published=self._published.generation if self._published else 0,
             num_published=len(self._published.leases) if self._published else 0,
-            launcher=self._status(now_s, reports, counters),
+            launcher=self._last_status,
             leases=tuple(reports),
             streams=read_chunks(self._sources(now_s), budget, self._around.notes.error),
         )
+
+    def bare_report(self) -> JobReport:
+        """Return what needs none of the job's files but the locks of its leases: who holds what."""
+        reports = []
+        for lease_id in self._watched_leases():
+            held = self._held.get(lease_id, False)
+            last = self._last_reports.get(lease_id) or _nothing_known(lease_id)
+            reports.append(dataclasses.replace(last, held=held, started=last.started or held))
+        return JobReport(
+            job_id=self.memory.spec.job_id,
+            generation_published=self._published.generation if self._published else 0,
+            num_published=len(self._published.leases) if self._published else 0,
+            launcher=self.memory.verdict or self._last_status,
+            leases=tuple(reports),
+        )
+
+    def _damaged(self, slots: SlotsFile) -> str:
+        """Return the name of a published file that is not as it was written, or an empty string."""
+        if slots != self._published or not self._written:
+            return ""
+        return next((path.name for path, mark in self._written.items() if _mark(path) != mark), "")
 
     def _due_slots(self, now_s: float) -> SlotsFile:
         """Return the slots file that is due: a job that is over holds nothing, whoever gets the GPUs next."""
@@ -203,6 +245,7 @@ class NodeJob:
             return
         self._published = slots
         self._unpublished = False
+        self._written = {path: mark for path in published_files(self._folder) if (mark := _mark(path))}
         # A worker takes its lock and then reads the slots file; so only locks that are looked at after
         # the publication tell whether a lease that it took back is free.
         self.look()
@@ -225,7 +268,7 @@ class NodeJob:
             # Workers that a dead launcher left behind would keep the new ones out of their slots.
             self.end(now_s)
             return False
-        self._ending_since_s = None
+        self._forget_ending()
         return True
 
     def _start(self, now_s: float) -> None:
@@ -253,24 +296,42 @@ class NodeJob:
         return True
 
     def end(self, now_s: float) -> None:
-        """Ask the job's processes to end, the launcher first; kill what is left after a grace."""
+        """Ask the job's processes to end, the launcher first; kill what is left after a grace.
+
+        A job that is suspended is first asked to write its commit and to end by itself. A launcher that
+        has not said anything yet has nothing to commit, and would take the signal for its death.
+        """
         spec, start = self.memory.spec, self.memory.start
         if self.over(now_s):
-            self._ending_since_s = None
-            self._asked_to_end.clear()
+            self._forget_ending()
             return
         clock_s = self._around.monotonic_s()
+        launchers = self._launcher.processes(start, spec.uid)
+        if self.memory.suspend and launchers and self._ending_since_s is None:
+            if self._suspending_since_s is None and self._launcher.said(spec.uid, self.memory.attempt):
+                self._suspending_since_s = clock_s
+            since_s = self._suspending_since_s
+            if since_s is not None and clock_s - since_s < SUSPEND_GRACE_S:
+                self._ask(launchers, SUSPEND_SIGNAL)
+                return
         if self._ending_since_s is None:
             self._ending_since_s = clock_s
-        launchers = self._launcher.processes(start, spec.uid)
         if clock_s - self._ending_since_s >= GRACE_S:
             for process in {*launchers, *self._lease_holders()}:
                 send_signal(process, spec.uid, signal.SIGKILL)
             return
-        for process in launchers or self._lease_holders():
-            if process not in self._asked_to_end:
-                self._asked_to_end.add(process)
-                send_signal(process, spec.uid, signal.SIGTERM)
+        self._ask(launchers or self._lease_holders(), signal.SIGTERM)
+
+    def _ask(self, processes: tuple[ProcessId, ...], number: signal.Signals) -> None:
+        """Send a signal once to each process."""
+        for process in processes:
+            if (process, number) not in self._asked:
+                self._asked.add((process, number))
+                send_signal(process, self.memory.spec.uid, number)
+
+    def _forget_ending(self) -> None:
+        self._suspending_since_s = self._ending_since_s = None
+        self._asked.clear()
 
     def _lease_holders(self) -> tuple[ProcessId, ...]:
         locks = [self._folder.lease(lease_id).lock for lease_id in self._leases]
@@ -367,3 +428,29 @@ class NodeJob:
             )
             for stream, path, complete in files
         ]
+
+
+def _mark(path: Path) -> tuple[int, ...]:
+    """Return what changes of a file when anybody writes to it or replaces it; empty when it is absent."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _nothing_known(lease_id: str) -> LeaseReport:
+    return LeaseReport(
+        lease_id=lease_id,
+        held=False,
+        started=False,
+        rank=None,
+        world_size=None,
+        steps=0,
+        samples=None,
+        epoch_samples=None,
+        first_step_end_s=None,
+        last_step_end_s=None,
+        exit_code=None,
+        sampled_at_s=0.0,
+    )

@@ -5,10 +5,12 @@ A pid alone names nothing, because pids are used again; here a process is its pi
 tick of its start. Signals go through a pidfd that was checked after it was opened.
 """
 
+import contextlib
 import errno
 import os
 import pwd
 import re
+import resource
 import signal
 import stat
 import subprocess
@@ -22,6 +24,9 @@ from horowatt.files import open_owned
 _PROC = Path("/proc")
 _START_FIELD = 19
 """Index of ``starttime`` among the fields after the command's name in ``/proc/<pid>/stat``."""
+_NORMAL_NICE = 20
+"""``RLIMIT_NICE`` that allows a process to lower its niceness to 0, and no further."""
+_MAX_ANCESTORS = 64
 _DEAD_STATES = frozenset({"Z", "X", "x"})
 _REAL_UID = re.compile(r"^Uid:\s+(\d+)", re.MULTILINE)
 _STANDARD_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -118,6 +123,33 @@ def lock_holders(lock_paths: Iterable[Path], uid: int) -> tuple[ProcessId, ...]:
     )
 
 
+def belongs_to(pid: int, lock_paths: Iterable[Path], uid: int) -> bool:
+    """Tell whether a process of user ``uid``, or one it descends from, holds one of these files by ``flock``.
+
+    Children of a worker inherit its lock, but those that were started with their descriptors closed
+    are known by their parents only.
+    """
+    wanted = {inode for path in lock_paths if (inode := _inode(path, uid)) is not None}
+    for _ in range(_MAX_ANCESTORS):
+        if not wanted or real_uid(pid) != uid:
+            return False
+        if _holds(_PROC / str(pid), wanted):
+            return True
+        parent = _parent(pid)
+        if parent is None:
+            return False
+        pid = parent
+    return False
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        return int(text.rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def _inode(path: Path, uid: int) -> tuple[int, int] | None:
     try:
         descriptor = open_owned(path, uid)
@@ -181,6 +213,8 @@ def start_detached(
 ) -> subprocess.Popen[bytes]:
     """Start a process that outlives the agent: own session, as the user, output into ``log``.
 
+    Started by root, it and its children may lower their niceness again to 0, as users usually may not.
+
     Args:
         folder: Working directory.
 
@@ -191,7 +225,7 @@ def start_detached(
     as_root = os.geteuid() == 0
     output = _open_log(log, user)
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             list(arguments),
             cwd=folder,
             env=dict(environment),
@@ -206,6 +240,12 @@ def start_detached(
         )
     finally:
         os.close(output)
+    if as_root:
+        # Without this right a standby that has stepped back could not return to normal priority. A root
+        # that lacks CAP_SYS_RESOURCE cannot give it; standbys then do not step back.
+        with contextlib.suppress(OSError, ValueError):
+            resource.prlimit(process.pid, resource.RLIMIT_NICE, (_NORMAL_NICE, _NORMAL_NICE))
+    return process
 
 
 def _open_log(path: Path, user: JobUser) -> int:

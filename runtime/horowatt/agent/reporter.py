@@ -69,7 +69,7 @@ class Reporter:
             )
         except HorowattError as error:
             return error
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001 - without this thread nothing would be reported any more
             return HorowattError(
                 "HW-AGENT-019",
                 "the report could not be written or its answer not read",

@@ -116,7 +116,7 @@ _Static_assert(sizeof(nvmlFieldValue_t) == 40, "layout of nvmlFieldValue_t");
 /* ---- the state file ------------------------------------------------------------------------ */
 
 #define MAGIC 0x54415752484d4953ull /* "SIMHRWAT" */
-#define LAYOUT 1u
+#define LAYOUT 2u
 #define MAX_GPUS 1024u
 #define MAX_PROCESSES 32u
 #define NAME_BYTES 96
@@ -163,6 +163,8 @@ _Static_assert(sizeof(nvmlFieldValue_t) == 40, "layout of nvmlFieldValue_t");
     X(nvmlDeviceGetPersistenceMode)                                                                \
     X(nvmlDeviceGetPerformanceState)                                                               \
     X(nvmlDeviceGetComputeMode)                                                                    \
+    X(nvmlDeviceGetTotalEccErrors)                                                                 \
+    X(nvmlDeviceGetRemappedRows)                                                                   \
     X(unsupported)                                                                                 \
     X(control)
 
@@ -197,6 +199,7 @@ struct process {
     int pid;
     uint64_t started; /* of /proc/PID/stat, in clock ticks: tells a reused pid apart; 0 unknown */
     double start_s, compute_end_s, link_end_s; /* its one load; all 0 when it has none */
+    uint64_t memory_bytes;
 };
 
 struct live {
@@ -210,6 +213,9 @@ struct live {
     double out_of_band_w;  /* 0: none */
     int lost;              /* 0, GPU_IS_LOST or RESET_REQUIRED */
     int counter_reads_zero;
+    uint64_t ownerless_bytes; /* memory in use by no process that is listed */
+    unsigned uncorrectable_errors, remap_pending;
+    int recovery_action; /* NVML_GPU_RECOVERY_ACTION_* */
     int errors[FUNCTION_COUNT];
     unsigned process_count;
     struct process processes[MAX_PROCESSES];
@@ -518,6 +524,7 @@ static int add_process(struct live *live, int pid, struct process **added)
     memset(*added, 0, sizeof **added);
     (*added)->pid = pid;
     (*added)->started = started;
+    (*added)->memory_bytes = CONTEXT_MEMORY_BYTES;
     return SUCCESS;
 }
 
@@ -931,6 +938,9 @@ static void answer_field(const struct gpu *gpu, const struct live *live, nvmlFie
     case 192:
         field->value.ui = milli(live->limit_w);
         break;
+    case 230:
+        field->value.ui = (unsigned)live->recovery_action;
+        break;
     default:
         field->result = NOT_SUPPORTED;
     }
@@ -1015,8 +1025,11 @@ EXPORT int nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t 
 
 static uint64_t used_bytes(const struct gpu *gpu, const struct live *live)
 {
-    uint64_t used = live->process_count * CONTEXT_MEMORY_BYTES;
+    uint64_t used = live->ownerless_bytes;
     uint64_t total = (uint64_t)gpu->spec.memory_bytes;
+    for (unsigned i = 0; i < live->process_count; i++) {
+        used += live->processes[i].memory_bytes;
+    }
     return used < total ? used : total;
 }
 
@@ -1054,7 +1067,7 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(
     } else {
         for (unsigned i = 0; i < live->process_count; i++) {
             infos[i].pid = (unsigned)live->processes[i].pid;
-            infos[i].used_memory = CONTEXT_MEMORY_BYTES;
+            infos[i].used_memory = live->processes[i].memory_bytes;
             infos[i].gpu_instance = infos[i].compute_instance = NO_INSTANCE;
         }
     }
@@ -1155,6 +1168,27 @@ EXPORT int nvmlDeviceGetComputeMode(nvmlDevice_t device, unsigned *mode)
     END(SUCCESS);
 }
 
+/* ---- NVML: memory errors ------------------------------------------------------------------------------------- */
+
+EXPORT int nvmlDeviceGetTotalEccErrors(
+    nvmlDevice_t device, unsigned type, unsigned counter, uint64_t *errors)
+{
+    BEGIN(device, nvmlDeviceGetTotalEccErrors, errors != NULL && type < 2 && counter < 2)
+    *errors = type == 1 ? live->uncorrectable_errors : 0u; /* 1: uncorrected */
+    END(SUCCESS);
+}
+
+EXPORT int nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned *correctable,
+    unsigned *uncorrectable, unsigned *pending, unsigned *failed)
+{
+    BEGIN(device, nvmlDeviceGetRemappedRows,
+        correctable != NULL && uncorrectable != NULL && pending != NULL && failed != NULL)
+    *correctable = *failed = 0;
+    *uncorrectable = live->remap_pending ? 1u : 0u;
+    *pending = live->remap_pending;
+    END(SUCCESS);
+}
+
 static int not_supported(nvmlDevice_t device)
 {
     BEGIN(device, unsupported, 1)
@@ -1166,6 +1200,12 @@ EXPORT int nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned *current, unsigned
     (void)current;
     (void)pending;
     return not_supported(device);
+}
+
+EXPORT int nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t device, unsigned *pending)
+{
+    (void)pending;
+    return not_supported(device); /* row remapping took its place in the Ampere generation */
 }
 
 EXPORT int nvmlDeviceGetSerial(nvmlDevice_t device, char *buffer, unsigned length)
@@ -1335,6 +1375,20 @@ EXPORT int hwsim_detach(const char *uuid, int pid)
     END(SUCCESS);
 }
 
+/* Say how much memory an attached process uses. */
+EXPORT int hwsim_set_memory(const char *uuid, int pid, uint64_t bytes)
+{
+    struct process *process;
+    BEGIN_CONTROL(uuid)
+    process = find_process(live, pid);
+    if (process == NULL) {
+        code = INVALID_ARGUMENT;
+    } else {
+        process->memory_bytes = bytes;
+    }
+    END(code);
+}
+
 /* Register one training step from now on, behind the loads of other processes. */
 EXPORT int hwsim_step(const char *uuid, int pid, double flop, double link_bytes, double *wait_s,
     double *compute_s, double *link_s)
@@ -1424,6 +1478,23 @@ EXPORT int hwsim_set_lost(const char *uuid, int lost)
         live->process_count = 0;
     }
     END(code);
+}
+
+EXPORT int hwsim_set_ownerless_memory(const char *uuid, uint64_t bytes)
+{
+    BEGIN_CONTROL(uuid)
+    live->ownerless_bytes = bytes;
+    END(SUCCESS);
+}
+
+EXPORT int hwsim_set_memory_errors(
+    const char *uuid, unsigned uncorrectable, int remap_pending, int recovery_action)
+{
+    BEGIN_CONTROL(uuid)
+    live->uncorrectable_errors = uncorrectable;
+    live->remap_pending = remap_pending != 0;
+    live->recovery_action = recovery_action;
+    END(SUCCESS);
 }
 
 EXPORT int hwsim_set_error(const char *uuid, const char *function, int error)

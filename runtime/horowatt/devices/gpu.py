@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from horowatt.devices.reading import Measured, Reading, Unmeasured, value_or_none
@@ -23,8 +24,36 @@ _RESET_REQUIRED = 16
 _MW_PER_W = 1000.0
 _MJ_PER_J = 1000.0
 _FIELD_POWER_INSTANT = 186
+_FIELD_RECOVERY_ACTION = 230
+_CLOCK_SM = 1
+_UNCORRECTED = 1
+_VOLATILE = 0
 _TEMPERATURE_GPU = 0
 _VALUE_TYPE_UNSIGNED_LONG_LONG = 3
+
+_LOSSES = {_GPU_IS_LOST: "fell off the bus", _RESET_REQUIRED: "needs a reset"}
+_RECOVERY_ACTIONS = {
+    1: "needs a reset",
+    2: "needs a reboot of the node",
+    3: "needs its peer-to-peer traffic stopped",
+    4: "needs to be drained and reset",
+    5: "needs its NVLink domain recovered",
+    6: "needs a reset of its bus",
+    7: "needs a reboot of the node",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process with a context on a GPU.
+
+    Attributes:
+        pid: In the namespace of the driver's answer; need not be one that this process can see.
+        memory_bytes: Device memory in use; None when the driver does not tell it.
+    """
+
+    pid: int
+    memory_bytes: int | None
 
 
 class GpuDevice:
@@ -35,6 +64,7 @@ class GpuDevice:
         nvml_index: Position in NVML's list now.
         name: Product name.
         lost: True when the last call found that the GPU fell off the bus or needs a reset.
+        loss: Which of the two, in words that follow the GPU's name; empty when it is not lost.
     """
 
     def __init__(self, pynvml: Any, handle: Any, *, uuid: str, nvml_index: int, name: str) -> None:
@@ -44,6 +74,7 @@ class GpuDevice:
         self.nvml_index = nvml_index
         self.name = name
         self.lost = False
+        self.loss = ""
         self._unsupported: dict[str, str] = {}
         self._last_energy_mj = 0
         self._can_set_limit: bool | None = None
@@ -76,15 +107,7 @@ class GpuDevice:
     def power_instant_w(self) -> Reading:
         """Return the board power over the shortest window that the GPU offers, watts."""
         source = "NVML_FI_DEV_POWER_INSTANT"
-
-        def read(handle: Any) -> Any:
-            value = self._pynvml.nvmlDeviceGetFieldValues(handle, [_FIELD_POWER_INSTANT])[0]
-            if value.nvmlReturn != 0:
-                raise self._pynvml.NVMLError(value.nvmlReturn)
-            wide = value.valueType == _VALUE_TYPE_UNSIGNED_LONG_LONG
-            return value.value.ullVal if wide else value.value.uiVal
-
-        raw = self._ask(source, read)
+        raw = self._field(source, _FIELD_POWER_INSTANT)
         return raw if isinstance(raw, Unmeasured) else Measured(float(raw) / _MW_PER_W, source)
 
     def enforced_limit_w(self) -> Reading:
@@ -114,10 +137,21 @@ class GpuDevice:
         return raw if isinstance(raw, Unmeasured) else Measured(float(raw.gpu) / 100.0, function)
 
     def memory_used_bytes(self) -> Reading:
-        """Return the device memory in use, bytes."""
-        function = "nvmlDeviceGetMemoryInfo"
-        raw = self._ask(function, self._pynvml.nvmlDeviceGetMemoryInfo)
-        return raw if isinstance(raw, Unmeasured) else Measured(float(raw.used), function)
+        """Return the device memory in use, bytes; what the driver keeps for itself is not counted.
+
+        Drivers before 510 count that in, about half a GiB on large boards.
+        """
+        return self._memory("used")
+
+    def memory_total_bytes(self) -> Reading:
+        """Return the device memory there is, bytes."""
+        return self._memory("total")
+
+    def sm_clock_mhz(self) -> Reading:
+        """Return the clock of the multiprocessors, MHz."""
+        function = "nvmlDeviceGetClockInfo"
+        raw = self._ask(function, lambda handle: self._pynvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM))
+        return raw if isinstance(raw, Unmeasured) else Measured(float(raw), function)
 
     def temperature_c(self) -> Reading:
         """Return the temperature of the GPU, degrees Celsius."""
@@ -127,12 +161,46 @@ class GpuDevice:
         )
         return raw if isinstance(raw, Unmeasured) else Measured(float(raw), function)
 
-    def process_ids(self) -> tuple[int, ...] | Unmeasured:
-        """Return the processes with a compute context on the GPU (ids of the host's namespace)."""
-        raw = self._ask(
-            "nvmlDeviceGetComputeRunningProcesses", self._pynvml.nvmlDeviceGetComputeRunningProcesses
+    def processes(self) -> tuple[GpuProcess, ...] | Unmeasured:
+        """Return the processes with a compute context on the GPU.
+
+        Inside a container the driver may name none that run outside, so an empty answer proves little.
+        """
+        return self._processes("nvmlDeviceGetComputeRunningProcesses")
+
+    def graphics_processes(self) -> tuple[GpuProcess, ...] | Unmeasured:
+        """Return the processes that draw with the GPU, such as the display server."""
+        return self._processes("nvmlDeviceGetGraphicsRunningProcesses")
+
+    def fault(self) -> str:
+        """Return what a person must do before this GPU may be used, or an empty string.
+
+        Asked are the recovery action that the driver recommends (which sums up its Xid messages; from
+        release 560 on), row remapping, and page retirement of boards before Ampere. Uncorrectable
+        errors that need no action any more are no fault: the memory they hit is out of use.
+        """
+        if self.lost:
+            return self.loss
+        action = self._field("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", _FIELD_RECOVERY_ACTION)
+        if not isinstance(action, Unmeasured) and int(action) != 0:
+            return _RECOVERY_ACTIONS.get(int(action), f"needs the recovery action {int(action)} of NVML")
+        rows = self._ask("nvmlDeviceGetRemappedRows", self._pynvml.nvmlDeviceGetRemappedRows)
+        _, _, remap_pending, remap_failed = (0, 0, 0, 0) if isinstance(rows, Unmeasured) else rows
+        if remap_failed:
+            return "could not repair its memory and must be replaced"
+        pages = self._ask(
+            "nvmlDeviceGetRetiredPagesPendingStatus", self._pynvml.nvmlDeviceGetRetiredPagesPendingStatus
         )
-        return raw if isinstance(raw, Unmeasured) else tuple(int(process.pid) for process in raw)
+        if not remap_pending and (isinstance(pages, Unmeasured) or not pages):
+            return ""
+        errors = self._ask(
+            "nvmlDeviceGetTotalEccErrors",
+            lambda handle: self._pynvml.nvmlDeviceGetTotalEccErrors(handle, _UNCORRECTED, _VOLATILE),
+        )
+        if isinstance(errors, Unmeasured) or not errors:
+            return "needs a reset to repair its memory"
+        many = f"{errors} uncorrectable ECC errors" if errors > 1 else "1 uncorrectable ECC error"
+        return f"{many} pending: it needs a reset to repair its memory"
 
     def can_set_limit(self) -> bool:
         """Tell whether this process may set the GPU's power limit.
@@ -192,7 +260,7 @@ class GpuDevice:
                 "(simulated)", which the record says apart.
             now_s: Unix time of the reading, seconds.
         """
-        self.lost = False
+        self.lost, self.loss = False, ""
         readings = {
             "energy_j": self.energy_j(),
             "power_w": self.power_w(),
@@ -230,6 +298,41 @@ class GpuDevice:
         raw = self._ask(function, getattr(self._pynvml, function))
         return raw if isinstance(raw, Unmeasured) else Measured(float(raw[position]) / _MW_PER_W, function)
 
+    def _field(self, name: str, field: int) -> Any:
+        """Return the value of one of NVML's fields, or ``Unmeasured``."""
+
+        def read(handle: Any) -> Any:
+            value = self._pynvml.nvmlDeviceGetFieldValues(handle, [field])[0]
+            if value.nvmlReturn != 0:
+                raise self._pynvml.NVMLError(value.nvmlReturn)
+            wide = value.valueType == _VALUE_TYPE_UNSIGNED_LONG_LONG
+            return value.value.ullVal if wide else value.value.uiVal
+
+        return self._ask(name, read)
+
+    def _memory(self, part: str) -> Reading:
+        function = "nvmlDeviceGetMemoryInfo_v2"
+        pynvml = self._pynvml
+        raw = self._ask(
+            function, lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        )
+        if isinstance(raw, Unmeasured):
+            function = "nvmlDeviceGetMemoryInfo"
+            raw = self._ask(function, pynvml.nvmlDeviceGetMemoryInfo)
+        return raw if isinstance(raw, Unmeasured) else Measured(float(getattr(raw, part)), function)
+
+    def _processes(self, function: str) -> tuple[GpuProcess, ...] | Unmeasured:
+        raw = self._ask(function, getattr(self._pynvml, function))
+        if isinstance(raw, Unmeasured):
+            return raw
+        return tuple(
+            GpuProcess(
+                pid=int(process.pid),
+                memory_bytes=None if process.usedGpuMemory is None else int(process.usedGpuMemory),
+            )
+            for process in raw
+        )
+
     def _ask(self, function: str, call: Callable[[Any], Any]) -> Any:
         """Return what ``call`` returns for this GPU, or ``Unmeasured``."""
         if function in self._unsupported:
@@ -243,8 +346,8 @@ class GpuDevice:
         except pynvml.NVMLError as error:
             if error.value in (_NOT_SUPPORTED, _FUNCTION_NOT_FOUND):
                 return self._never(function, str(error))
-            if error.value in (_GPU_IS_LOST, _RESET_REQUIRED):
-                self.lost = True
+            if error.value in _LOSSES:
+                self.lost, self.loss = True, _LOSSES[error.value]
             return Unmeasured(f"{function}: {error}")
 
     def _retrying(self, call: Callable[[Any], Any], *, retry_invalid_argument: bool = True) -> Any:
@@ -278,8 +381,8 @@ class GpuDevice:
             )
         if error.value == _INVALID_ARGUMENT:
             return self._limit_out_of_range(watts)
-        if error.value in (_GPU_IS_LOST, _RESET_REQUIRED):
-            self.lost = True
+        if error.value in _LOSSES:
+            self.lost, self.loss = True, _LOSSES[error.value]
         return NeedsOperator(
             f"HW-NVML-{int(error.value):03d}",
             f"the power limit of GPU {self.uuid} could not be set",

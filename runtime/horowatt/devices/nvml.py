@@ -131,7 +131,7 @@ class Nvml:
                 found[device.uuid] = device
         for uuid, device in self._devices.items():
             if uuid not in found:
-                device.lost = True
+                device.lost, device.loss = True, "is not there any more"
                 found[uuid] = device
         self._devices = found
         return tuple(sorted(found.values(), key=lambda device: device.nvml_index))
@@ -149,7 +149,7 @@ class Nvml:
         if known is None:
             return GpuDevice(pynvml, handle, uuid=uuid, nvml_index=index, name=name)
         known.nvml_index = index
-        known.lost = False
+        known.lost, known.loss = False, ""
         return known
 
 

@@ -165,6 +165,26 @@ class SimulatedGpu:
         """Give up the context and whatever is left of this process's load."""
         self._library.check("hwsim_detach", self.uuid, self._uuid, ctypes.c_int(os.getpid()))
 
+    def use_memory(self, num_bytes: int) -> None:
+        """Say how much memory of the GPU this process uses from now on; it must be attached.
+
+        A context alone uses 512 MiB. The GPU cannot use more than it has.
+
+        Raises:
+            InvalidInput: ``HW-SIM-009`` when this process is not attached, or the number is negative.
+        """
+        if num_bytes < 0:
+            raise InvalidInput(
+                "HW-SIM-009", f"{num_bytes} bytes cannot be used", hint="give a number of bytes of at least 0"
+            )
+        self._library.check(
+            "hwsim_set_memory",
+            self.uuid,
+            self._uuid,
+            ctypes.c_int(os.getpid()),
+            ctypes.c_uint64(num_bytes),
+        )
+
     def step(self, flop: float, link_bytes: float) -> StepTime:
         """Occupy the GPU with one training step from now on, and return how long it takes.
 
@@ -249,6 +269,29 @@ class SimulatorControl:
     def set_counter_reads_zero(self, uuid: str, *, on: bool) -> None:
         """Have the energy counter read 0 for a while, as some drivers do after trouble."""
         self._library.check("hwsim_set_counter_zero", uuid, uuid.encode(), ctypes.c_int(on))
+
+    def set_ownerless_memory(self, uuid: str, num_bytes: int) -> None:
+        """Have memory in use by no process that is listed: leaked, or of a container that is hidden."""
+        self._library.check("hwsim_set_ownerless_memory", uuid, uuid.encode(), ctypes.c_uint64(num_bytes))
+
+    def set_memory_errors(
+        self, uuid: str, uncorrectable: int, *, remap_pending: bool = False, recovery_action: int = 0
+    ) -> None:
+        """Have uncorrectable memory errors since the driver was loaded, and what they call for.
+
+        Args:
+            remap_pending: A row waits for a reset to be remapped.
+            recovery_action: NVML's code of what the GPU needs: 0 nothing, 1 a reset, 2 a reboot of the
+                node, 4 to be drained and reset.
+        """
+        self._library.check(
+            "hwsim_set_memory_errors",
+            uuid,
+            uuid.encode(),
+            ctypes.c_uint(uncorrectable),
+            ctypes.c_int(remap_pending),
+            ctypes.c_int(recovery_action),
+        )
 
     def reset_counter(self, uuid: str) -> None:
         """Restart the energy counter at 0 and the limit at its default, as a driver reload does."""

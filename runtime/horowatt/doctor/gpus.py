@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from horowatt.devices.nvml import GpuDevice, open_nvml
-from horowatt.devices.reading import Measured
+from horowatt.devices.reading import Measured, Unmeasured
 from horowatt.doctor.record import Check, Status, good, warning
 from horowatt.errors import HorowattError
 
@@ -84,6 +84,7 @@ def look_at_nvml() -> tuple[Check, ...]:
         if gpus:
             checks.append(_check_energy(gpus))
             checks.append(_check_limits(gpus))
+            checks.append(_check_hand_over(gpus))
         return tuple(checks)
 
 
@@ -136,6 +137,34 @@ def _check_limits(gpus: tuple[GpuDevice, ...]) -> Check:
         "jobs run at the limit that is set now; a power cap can only be held with fewer GPUs",
         "run the agent as root on the machine itself; some GPUs (laptops, virtual GPUs) have a fixed limit",
     )
+
+
+def _check_hand_over(gpus: tuple[GpuDevice, ...]) -> Check:
+    """Check whether the agent can see that a GPU is free and well before it is given to the next job."""
+    name = "gpu-hand-over"
+    faults = [f"{gpu.uuid} {gpu.fault()}" for gpu in gpus if gpu.fault()]
+    if faults:
+        return warning(
+            name,
+            "HW-DOC-017",
+            "; ".join(faults),
+            "these GPUs are not given to jobs",
+            "do what it says; 'nvidia-smi -q' shows the details, and 'dmesg' the driver's Xid messages",
+        )
+    hidden = [gpu.uuid for gpu in gpus if isinstance(gpu.processes(), Unmeasured)]
+    blind = [
+        gpu.uuid for gpu in gpus if gpu.uuid in hidden and isinstance(gpu.memory_used_bytes(), Unmeasured)
+    ]
+    if hidden:
+        memory = f", {len(blind)} of them no memory in use either" if blind else ""
+        return warning(
+            name,
+            "HW-DOC-018",
+            f"{len(hidden)} of {len(gpus)} GPUs do not tell their processes{memory}",
+            "whether a GPU is free is told by its memory, or without that by the worker's lock alone",
+            "run the agent on the machine itself, as root; GPUs split by MIG tell it to root only",
+        )
+    return good(name, f"all {len(gpus)} GPUs are well and tell their processes and memory")
 
 
 def check_isolation(cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> Check:

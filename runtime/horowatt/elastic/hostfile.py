@@ -18,7 +18,7 @@ from pathlib import Path
 
 from horowatt.elastic.folder import JobFolder, LeaseFolder, checked_name
 from horowatt.errors import InvalidInput, NotAllowed
-from horowatt.files import write_atomic
+from horowatt.files import read_owned, write_atomic
 from horowatt.records import LauncherKind, LaunchSpec, SlotsFile
 from horowatt.wire import encode
 
@@ -102,11 +102,23 @@ def publish(
         _make_lease_folder(folder, folder.lease(lease.lease_id), uid, gid)
     write_atomic(folder.job_json, encode(spec), uid=uid, gid=gid)
     write_atomic(folder.node_json, encode(dict(node_environment or {})), uid=uid, gid=gid)
-    if not folder.discover_script.exists():
-        script = discovery_script(folder.hostfile.absolute())
-        write_atomic(folder.discover_script, script.encode(), mode=0o700, uid=uid, gid=gid)
+    script = discovery_script(folder.hostfile.absolute()).encode()
+    if not _holds(folder.discover_script, uid, script):
+        write_atomic(folder.discover_script, script, mode=0o700, uid=uid, gid=gid)
     write_atomic(folder.slots_json, encode(slots), uid=uid, gid=gid)
     write_atomic(folder.hostfile, hosts.encode(), uid=uid, gid=gid)
+
+
+def published_files(folder: JobFolder) -> tuple[Path, ...]:
+    """Return the files that :func:`publish` writes."""
+    return (folder.job_json, folder.node_json, folder.discover_script, folder.slots_json, folder.hostfile)
+
+
+def _holds(path: Path, uid: int, data: bytes) -> bool:
+    try:
+        return read_owned(path, uid, limit_bytes=len(data) + 1) == data and os.access(path, os.X_OK)
+    except (OSError, NotAllowed):
+        return False
 
 
 def _make_lease_folder(folder: JobFolder, lease: LeaseFolder, uid: int, gid: int) -> None:
