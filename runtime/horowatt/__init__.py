@@ -5,7 +5,7 @@ For training scripts: ``horowatt.on_leave``, and ``horowatt.training`` for those
 own sampler.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from horowatt.elastic.leaving import on_leave
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "on_leave"]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """Look names up when asked: what scripts need would slow every command's start."""
     if name == "on_leave":
         from horowatt.elastic.leaving import on_leave

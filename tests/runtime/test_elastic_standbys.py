@@ -169,19 +169,13 @@ def test_a_standby_that_fails_costs_the_job_nothing(job: Job, told: str, code: s
     finish(job)
 
 
-def test_a_grant_can_be_withdrawn_or_take_too_long(job: Job) -> None:
-    """A standby that hangs is ended with its grant; one that nobody withdraws is ended after a while."""
-    begin(job, HOROWATT_STANDBY_PATIENCE_S="15")
+def test_a_standby_that_is_never_ready_is_given_up(job: Job) -> None:
+    """After a while its grant counts as failed, and the old world has not noticed."""
+    begin(job, HOROWATT_STANDBY_PATIENCE_S="3")
     tell(job, "b", "hang")
     job.publish("a", "b")
-    pid = pid_of(job, "b")
-    job.publish("a")
-    job.wait_until("its end", is_gone(pid))
-    tell(job, "c", "hang")
-    job.publish("a", "c")
-    pid = pid_of(job, "c")
-    assert wait_for_event(job, "standby-failed", "c")["code"] == "HW-JOB-016"
-    job.wait_until("its end", is_gone(pid))
+    assert wait_for_event(job, "standby-failed", "b")["code"] == "HW-JOB-016"
+    wait_for_event(job, "worker-exit", "b")
     trains_on(job)
     assert job.events("interrupted") == []
     finish(job)
@@ -210,12 +204,19 @@ def test_a_newcomer_that_does_not_join_takes_nobody_along(job: Job, number: sign
     finish(job)
 
 
-def test_standbys_die_with_their_launcher(job: Job) -> None:
-    """Nobody else knows of them."""
+def test_standbys_end_with_their_grant_and_with_their_launcher(job: Job) -> None:
+    """A grant that is taken back was never there; and nobody but the launcher knows of standbys."""
     begin(job)
-    tell(job, "b", "hang")
-    job.publish("a", "b", "c")
-    pids = [pid_of(job, "b"), pid_of(job, "c")]
+    for lease_id in ("b", "c"):
+        tell(job, lease_id, "hang")
+    job.publish("a", "b")
+    pid = pid_of(job, "b")
+    job.publish("a")
+    job.wait_until("its end", is_gone(pid))
+    trains_on(job)
+    assert job.events("interrupted") == []
+    job.publish("a", "c", "d")
+    pids = [pid_of(job, "c"), pid_of(job, "d")]
     assert job.launcher is not None
     job.launcher.kill()
     job.launcher.wait()
