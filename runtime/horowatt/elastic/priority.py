@@ -2,13 +2,19 @@
 """Staying out of the way of the workers that train, until this process trains itself."""
 
 import contextlib
+import errno
 import os
 import resource
+import threading
+import time
 from pathlib import Path
 
 STANDBY_NICENESS = 5
 """A third of the share of a worker that trains. With less, a standby on a busy node is never ready."""
 _CAP_SYS_NICE = 1 << 23
+_GROUP = Path("/proc/self/autogroup")
+_RETRY_S = 0.11
+_TRIES = 200
 
 
 def may_return_to_normal() -> bool:
@@ -28,6 +34,7 @@ def step_back() -> bool:
     if not may_return_to_normal():
         return False
     _set_niceness(STANDBY_NICENESS)
+    _set_group(STANDBY_NICENESS)
     return True
 
 
@@ -35,6 +42,8 @@ def step_forward() -> None:
     """Undo :func:`step_back`, for every thread of this process."""
     with contextlib.suppress(OSError):
         _set_niceness(0)
+    if not _set_group(0):
+        threading.Thread(target=_insist, name="priority", daemon=True).start()
 
 
 def _set_niceness(niceness: int) -> None:
@@ -42,5 +51,20 @@ def _set_niceness(niceness: int) -> None:
     for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - names only, and there may be hundreds
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, int(task), niceness)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
+
+
+def _set_group(niceness: int) -> bool:
+    """Set the niceness of this session; False when the kernel wants to be asked again later."""
+    try:
+        _GROUP.write_text(str(niceness), encoding="ascii")
+    except OSError as error:
+        return error.errno != errno.EAGAIN
+    return True
+
+
+def _insist() -> None:
+    # Without privileges the kernel takes one such request in a tenth of a second, of all users together.
+    for _ in range(_TRIES):
+        time.sleep(_RETRY_S)
+        if _set_group(0):
+            return
