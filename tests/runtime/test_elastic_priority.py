@@ -12,6 +12,7 @@ TRY = """
 import os, resource, sys, threading, time
 from pathlib import Path
 # First, because the interpreter may lie in a folder that the other user cannot enter.
+import encodings.ascii
 from horowatt.elastic import priority
 resource.setrlimit(resource.RLIMIT_NICE, (int(sys.argv[1]), int(sys.argv[1])))
 os.setgid(65534)

@@ -79,26 +79,6 @@ def test_an_update_without_a_commit_keeps_the_present_state() -> None:
     )
 
 
-@pytest.mark.parametrize(("remaining", "workers"), [(0, 3), (1, 3), (1, 7), (2, 5), (10, 3), (12, 4)])
-def test_a_short_remainder_is_dealt_out(remaining: int, workers: int) -> None:
-    """Each worker gets as many samples as the others, all remaining ones are dealt, few of them twice."""
-    _run(
-        f"""
-        sampler = hvd.elastic.ElasticSampler(list(range(20)), seed=1)
-        shares = []
-        for rank in range({workers}):
-            sampler.processed_num = 20 - {remaining}
-            sampler.reset()
-            sampler.num_replicas, sampler.rank = {workers}, rank
-            sampler.num_samples = -(-{remaining} // {workers})
-            sampler.total_size = sampler.num_samples * {workers}
-            shares.append(list(sampler))
-        assert {{len(share) for share in shares}} == {{-(-{remaining} // {workers})}}, shares
-        assert set(sum(shares, [])) == set(sampler.remaining_indices), shares
-        """
-    )
-
-
 def test_another_version_of_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patches are applied only to the version that they were tested with."""
     horovod_fixes.require_tested_version()

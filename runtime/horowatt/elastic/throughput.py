@@ -80,16 +80,21 @@ class _Feed:
         self.regular = self.total > 0 and leading_dimension(first_batch) == min(
             self.nominal or 0, self.total * (self.nominal or 0) - self.missing
         )
-        self.restart()
+        self.restart(iterator)
         self.batches = 0
         self.inspected = 0
         self.credited = False
 
-    def restart(self) -> None:
+    def restart(self, iterator: Any) -> None:
         """Note that the iterator begins an epoch, the first one or another."""
         self.handed = 0
         self.used = 0
         self.exhausted = False
+        deal = getattr(getattr(iterator, "_sampler_iter", None), "horowatt_deal", None)
+        if deal is not None and getattr(iterator, "_auto_collation", False):
+            # Dealt by Horowatt: the sizes are known, differ from epoch to epoch, and padding is none of them.
+            self.nominal, self.total, self.missing = deal.regular()
+            self.regular = True
 
     def look_at(self, batch: Any) -> None:
         """Note a batch whose size does not follow from the sampler."""
@@ -260,7 +265,7 @@ class StepMeter:
 
     def _instrument_loaders(self, module: ModuleType) -> None:
         base = module._BaseDataLoaderIter  # noqa: SLF001 - the one class that all iterators share
-        original = base.__next__
+        original, original_reset = base.__next__, base._reset  # noqa: SLF001
         base._horowatt_feed = None  # noqa: SLF001
         meter = self
         torch = sys.modules["torch"]
@@ -281,7 +286,13 @@ class StepMeter:
                 meter.handed_out(iterator, batch)
             return batch
 
+        def _reset(iterator: Any, *args: Any, **kwargs: Any) -> None:
+            # With persistent loading processes, and the last epoch may have been left before its end.
+            meter.exhausted(iterator)
+            original_reset(iterator, *args, **kwargs)
+
         base.__next__ = __next__
+        base._reset = _reset  # noqa: SLF001
 
     def _stop_counting(self) -> None:
         self._paused += 1
@@ -297,7 +308,7 @@ class StepMeter:
         if feed is None:
             feed = iterator._horowatt_feed = _Feed(iterator, batch)  # noqa: SLF001
         elif feed.exhausted:
-            feed.restart()
+            feed.restart(iterator)
         if feed not in self._feeds:
             self._feeds.append(feed)
         self._others = len(self._feeds) > 1
