@@ -675,11 +675,37 @@ def test_explain_shows_the_plan_and_the_history() -> None:
     assert "\x1b" not in done.stdout
 
 
+def test_explain_shows_resizes() -> None:
+    """Each resize is a block; what tenants wrote is harmless; an older service shows none."""
+    phase = {"phase": "granted", "first_after_s": 0.1, "last_after_s": 0.1, "count": 1, "took_s": 0.1,
+             "slowest": True, "last_lease_id": ""}  # fmt: skip
+    resize = {"number": 4, "kind": "grow", "width_before": 1, "width": 2, "decided_s": 0.0, "cold": True,
+              "outcome": None, "pause_s": None, "first_step_after_s": None, "phases": [phase],
+              "clocks_s": {"n2": -300.0}, "code": "HW-X", "why": HOSTILE}  # fmt: skip
+    answer = job(resizes=[{**resize, "number": 3}, resize], cold=HOSTILE)
+    with serving(lambda *_: ok(answer)) as server:
+        done = run("explain", "digits", "--resizes", "--last", "1", server=server)
+        as_json = run("explain", "digits", "--resizes", "--json", server=server)
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "... 1 earlier resizes", "generation 4: grows 1 -> 2, cold, under way", "pause not measured",
+        "no first step seen", "slowest", "300.0 s ahead of the head's", "[HW-X]", "start cold",
+    ):  # fmt: skip
+        assert text in done.stdout
+    assert "generation 3" not in done.stdout
+    assert "\x1b" not in done.stdout
+    assert [entry["number"] for entry in json.loads(as_json.stdout)["resizes"]] == [3, 4]
+    with serving(lambda *_: ok(job())) as server:
+        done = run("explain", "digits", "--resizes", server=server)
+    assert (done.returncode, "no resizes" in done.stdout) == (0, True)
+
+
 def test_nodes_shows_gpus_and_notes() -> None:
     """Each GPU is a line with its holder, power and what is special about it."""
     gpu = {"uuid": "GPU-1", "gpu_type": "sim-a100", "simulated": True, "power_w": 55.0, "limit_w": 400.0,
            "lost": True, "job_id": None}  # fmt: skip
-    first = {"name": "n1", "state": "silent", "isolated": False, "gpus": [gpu], "notes": {"N-1": "hot"}}
+    first = {"name": "n1", "state": "silent", "isolated": False, "gpus": [gpu], "notes": {"N-1": "hot"},
+             "clock_off_s": 61.0}  # fmt: skip
     answer = {"nodes": [first, {"name": "n2", "state": "unseen", "gpus": []}]}
     with serving(lambda *_: ok(answer)) as server:
         done = run("nodes", server=server)
@@ -688,3 +714,4 @@ def test_nodes_shows_gpus_and_notes() -> None:
     assert "lost, simulated, not isolated" in lines[1]
     assert "no GPU was reported yet" in lines[2]
     assert "note: n1: N-1: hot" in done.stderr
+    assert "note: n1: its clock is 61.0 s behind the head's" in done.stderr

@@ -6,11 +6,17 @@ from dataclasses import replace
 import pytest
 from specimens import NOW_S, gpu, job, lease, node, state
 
+from horowatt.records import LauncherKind
 from horowatt_allocator.decisions.capacity import free_slots, gpu_types, limit_steps_w
 from horowatt_allocator.decisions.columns import columns_for, fair_rate_per_s
 from horowatt_allocator.decisions.estimates import Predictor
+from horowatt_allocator.decisions.resizing import with_failed_gpus
 from horowatt_allocator.records.cluster import Policy, State, Tenant
-from horowatt_allocator.records.jobs import WAITING, Generation, Job, JobEstimate, JobPhase
+from horowatt_allocator.records.jobs import WAITING, Generation, Job, JobEstimate, JobPhase, Observation
+
+SEEN = Observation(
+    gpu_type="V", width=2, limit_w=300.0, rate_per_s=190.0, power_w=400.0, seconds_s=60.0, at_s=NOW_S - 20
+)
 
 
 def shapes(one: Job, where: State, now: float = NOW_S) -> set[tuple[str | None, int]]:
@@ -64,10 +70,57 @@ def test_types_and_quota_limit_a_queued_job() -> None:
     assert shapes(one, cluster(one, tenants=tenants)) == {(None, 0), ("A", 1), ("A", 2)}
 
 
-def test_a_running_job_is_neither_suspended_nor_migrated() -> None:
-    """No waiting and no other type, since the training state lives in its workers only."""
+def test_a_running_job_is_suspended_or_moved_only_where_its_state_survives() -> None:
+    """Waiting needs a durable commit; another type a commit, or old workers beside the new ones."""
+    here = {("V", 1), ("V", 2), ("V", 4)}
     one = running(2)
-    assert shapes(one, cluster(one)) == {("V", 1), ("V", 2), ("V", 4)}
+    assert shapes(one, cluster(one)) == here
+    measured = {"j0": JobEstimate(observations=(SEEN,))}
+    there = cluster(one, estimates=measured)
+    assert shapes(one, there) == {*here, ("A", 2), ("A", 4)}
+    wide = running(4)
+    assert shapes(wide, cluster(wide, estimates=measured)) == here
+    durable = replace(wide, last_commit_s=NOW_S - 3)
+    elsewhere = {("A", 1), ("A", 2), ("A", 4)}
+    assert shapes(durable, cluster(durable, estimates=measured)) == {*here, *elsewhere, (None, 0)}
+    for fixed in (
+        replace(durable, attempt_s=NOW_S - 5),
+        replace(durable, spec=replace(durable.spec, launcher=LauncherKind.ATTACHED)),
+        replace(durable, generations=running(4, trained=False).generations),
+    ):
+        assert not shapes(fixed, cluster(fixed, estimates=measured)) & {*elsewhere, (None, 0)}
+
+
+def test_a_moving_job_is_offered_both_its_types_until_it_holds_both() -> None:
+    """What is planned may be called off; with slots of both types there is no choice left."""
+    one = running(2)
+    column = replace(one.column, gpu_type="A", width=4)
+    moving = replace(one, column=column, leaving=one.column)
+    assert shapes(moving, cluster(moving)) == {("V", 2), ("A", 4)}
+    both = cluster(moving)
+    both = replace(both, leases={**both.leases, "l1": lease("l1", "j0", "n2", 0, gpu_type="A")})
+    assert columns_for(moving, both, NOW_S) == (column,)
+
+
+def test_what_failed_is_not_offered_again_for_a_while() -> None:
+    """No growth within the back-off of growth, no width that needs a GPU that failed, no early restart."""
+    one = running(1)
+    assert shapes(replace(one, grow_not_before_s=NOW_S + 1), cluster(one)) == {("V", 1)}
+    failed = with_failed_gpus(one, ["GPU-n1-3"], NOW_S)
+    assert shapes(failed, cluster(one)) == {("V", 1), ("V", 2)}
+    assert shapes(failed, cluster(one), NOW_S + 301) >= {("V", 1)}
+    waiting = replace(job(), not_before_s=NOW_S + 1)
+    assert columns_for(waiting, cluster(waiting), NOW_S) == (WAITING,)
+    assert len(columns_for(waiting, cluster(waiting), NOW_S + 1)) > 1
+
+
+def test_grants_that_nobody_joined_may_be_taken_back_while_they_are_in_flight() -> None:
+    """Down to the workers that train, in any legal step, whatever the dwell time."""
+    one = replace(running(4, changed_s=NOW_S - 1, trained=False), generation=2, generation_applied=1)
+    where = cluster(one)
+    for lease_id in ("l1", "l2", "l3"):
+        where.leases[lease_id] = replace(where.leases[lease_id], generation=2)  # type: ignore[index]
+    assert shapes(one, where) == {("V", 1), ("V", 2), ("V", 4)}
 
 
 def test_dwell_and_a_resize_in_flight_pin_the_width_but_not_the_limit() -> None:

@@ -344,7 +344,7 @@ def test_events_may_be_cut_anywhere() -> None:
 
     generation = cluster.job(job_id).generations[-1]
     cleared = replace(generation, resumed_s=None, stopped_s=None, pause_s=None)
-    job = replace(cluster.job(job_id), generations=(cleared,))
+    job = replace(cluster.job(job_id), generations=(cleared,), resizes=())
     cluster.state = replace(cluster.state, jobs={job_id: job})
     chunk(offset, middle, head)
     assert cluster.job(job_id).generations[-1].resumed_s is None

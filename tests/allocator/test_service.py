@@ -630,7 +630,11 @@ def test_an_agent_gets_orders(service: Service) -> None:
     assert any(change["job_id"] == job_id for item in decisions["decisions"] for change in item["changes"])
     last = decisions["last"]
     assert all(item["number"] > last for item in service.get("/v1/decisions", after=str(last))["decisions"])
+    [start] = job["resizes"]
+    assert (start["kind"], start["width"], start["outcome"]) == ("start", job["width"], None)
+    assert "resizes" not in service.get("/v1/jobs")["jobs"][0]
     explained = service.get(f"/v1/jobs/{job_id}/explain")
+    assert explained["job"]["resizes"] == [start]
     assert explained["plan"]["column"]["width"] == job["width"]
     assert explained["story"]
 

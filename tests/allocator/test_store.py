@@ -51,9 +51,14 @@ from horowatt_allocator.records.jobs import (
     JobPhase,
     JobSpec,
     LeaseState,
+    NodeClock,
     Observation,
+    PauseKind,
+    PhaseMark,
     RateWindow,
     Reason,
+    Resize,
+    ResizePhase,
     StreamCursor,
 )
 
@@ -164,6 +169,22 @@ def full_state(state: State) -> State:
         ),
         generations=(Generation(number=1, width=1, gpu_type="h100", limit_w=None, published_s=1.0),),
         events={"a": StreamCursor(next_offset=7, tail="{")},
+        resizes=(
+            Resize(
+                number=1,
+                decided_s=1.0,
+                width=1,
+                width_before=0,
+                marks=(PhaseMark(phase=ResizePhase.GRANTED, node="a", first_s=1.1, last_s=1.2, count=2),),
+                clocks_s={"a": -300.5},
+                cold=True,
+                code="HW-X",
+                why="because",
+            ),
+        ),
+        clocks={"a": NodeClock(earlier_s=0.1, recent_s=0.2, num_recent=3, sent_at_s=4.0)},
+        cold="no script",
+        num_commits=2,
         ending=JobPhase.QUEUED,
     )
     gpu = Gpu(
@@ -201,7 +222,11 @@ def full_state(state: State) -> State:
         nodes={**state.nodes, "a": replace(state.nodes["a"], gpus=(gpu,), last_seen_s=5.0, agent_id="A")},
         jobs={"j1": running, "j2": job("j2")},
         leases={"l1": lease("l1", "j1")},
-        estimates={"j1": JobEstimate(observations=(observation,), pauses_s=(1.5,))},
+        estimates={
+            "j1": JobEstimate(
+                observations=(observation,), pauses_s=(1.5,), kind_pauses_s={PauseKind.SHRINK: (1.5,)}
+            )
+        },
         plan=plan,
         needs_decision="test",
         last_decision_s=6.0,

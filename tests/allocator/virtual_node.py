@@ -70,6 +70,10 @@ class Script:
         total_samples: Work; None trains for ever.
         countable: False when the worker cannot count its samples.
         wobble: Relative amplitude by which the true rate moves, within about half a minute.
+        standby_s: From a grant to a standby that is ready.
+        bad_gpus: Where a standby ends with exit code 1 instead.
+        tells: False when the launcher does not say that a standby failed; its exit code remains.
+        commit_every_s: Between durable commits; None for a script that makes none.
     """
 
     rate_per_s: float = 100.0
@@ -82,6 +86,10 @@ class Script:
     total_samples: float | None = None
     countable: bool = True
     wobble: float = 0.0
+    standby_s: float = 0.0
+    bad_gpus: frozenset[str] = frozenset()
+    tells: bool = True
+    commit_every_s: float | None = None
 
     def rate(self, width: int, limit_w: float) -> float:
         """Return the true rate of ``width`` GPUs at a limit, samples per second."""
@@ -104,6 +112,7 @@ class _Worker:
     last_s: float | None = None
     exit_code: int | None = None
     dies_at_s: float | None = None
+    ready_at_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -114,7 +123,12 @@ class _Launch:
     state: LauncherState = LauncherState.STOPPED
     exit_code: int | None = None
     applied: int = 0
+    applied_before: int = 0
+    granted: int = 0
+    leases: tuple[str, ...] = ()
     world: tuple[str, ...] = ()
+    committed_s: float = 0.0
+    num_suspended: int = 0
     trains_from_s: float = 0.0
     workers: dict[str, _Worker] = field(default_factory=dict)
     trained: float = 0.0
@@ -133,6 +147,7 @@ class _Gpu:
     energy_j: float = 0.0
     power_w: float = IDLE_W
     lost: bool = False
+    busy: str = ""
 
 
 class VirtualCluster:
@@ -285,6 +300,7 @@ class VirtualCluster:
             for gpu in gpus:
                 gpu.power_w = IDLE_W
         for launch in self.launches.values():
+            self._join(launch)
             self._train(launch, dt_s)
         self.now += dt_s
         for node, gpus in self.gpus.items():
@@ -316,11 +332,32 @@ class VirtualCluster:
             worker.samples += rate * trains_s / len(world)
             worker.last_s = end_s
         launch.trained += rate * trains_s
+        every_s = launch.script.commit_every_s
+        if every_s is not None and end_s - launch.committed_s >= every_s:
+            self._commit(launch, "interval", end_s)
         total = launch.script.total_samples
         if total is not None and launch.trained >= total:
             launch.state, launch.exit_code = LauncherState.FINISHED, 0
             for worker in launch.workers.values():
                 self._end_worker(worker, 0)
+
+    def _commit(self, launch: _Launch, trigger: str, at_s: float) -> None:
+        launch.committed_s = at_s
+        writer = launch.workers[launch.world[0]] if launch.world else next(iter(launch.workers.values()))
+        event = {"kind": "committed", "at_s": at_s, "lease_id": writer.lease_id, "trigger": trigger}
+        launch.events[writer.node] = launch.events.get(writer.node, "") + json.dumps(event) + "\n"
+
+    def _say_failed(self, launch: _Launch, worker: _Worker) -> None:
+        event = {
+            "kind": "standby-failed",
+            "at_s": self.now,
+            "lease_id": worker.lease_id,
+            "generation": launch.granted,
+            "exit_code": 1,
+            "code": "HW-JOB-099",
+            "why": "the script ended with exit code 1",
+        }
+        launch.events[launch.home] = launch.events.get(launch.home, "") + json.dumps(event) + "\n"
 
     def _say_resumed(self, launch: _Launch, worker: _Worker, world_size: int, first_s: float) -> None:
         event = {
@@ -349,6 +386,10 @@ class VirtualCluster:
     def _obey_launcher(self, node: str, order: JobOrder) -> None:
         launch = self.launches.setdefault(order.job_id, _Launch(script=self.scripts[order.job_id]))
         if not order.run:
+            if launch.living and order.suspend:
+                assert launch.script.commit_every_s is not None, "suspended without commits"
+                launch.num_suspended += 1
+                self._commit(launch, "suspend", self.now)
             self._stop_workers(launch, lambda _: True)
             if launch.living:
                 launch.state = LauncherState.STOPPED
@@ -356,16 +397,41 @@ class VirtualCluster:
         starting = order.attempt > launch.attempt
         if starting:
             launch.attempt, launch.home, launch.state = order.attempt, node, LauncherState.RUNNING
-            launch.applied, launch.world, launch.exit_code = 0, (), None
-        if not launch.living or order.slots.generation <= launch.applied:
+            launch.applied = launch.applied_before = 0
+            launch.world, launch.exit_code = (), None
+        if not launch.living or order.slots.generation <= launch.granted:
             return
-        launch.applied = order.slots.generation
-        new = tuple(lease.lease_id for lease in order.slots.leases)
+        launch.granted = order.slots.generation
+        launch.leases = tuple(lease.lease_id for lease in order.slots.leases)
         for lease in order.slots.leases:
-            self._claim(launch, _Worker(lease.lease_id, lease.node, lease.gpu_uuid))
-        self._stop_workers(launch, lambda w: w.lease_id not in new)
-        launch.world = new
-        launch.trains_from_s = self.now + (launch.script.start_s if starting else launch.script.pause_s)
+            worker = _Worker(lease.lease_id, lease.node, lease.gpu_uuid)
+            worker.ready_at_s = self.now + (0.0 if starting else launch.script.standby_s)
+            self._claim(launch, worker)
+        self._stop_workers(launch, lambda w: w.lease_id not in launch.leases)
+        self._join(launch)
+
+    def _join(self, launch: _Launch) -> None:
+        """Publish to Horovod what is granted: withdrawals at once, new workers once all are ready."""
+        if not launch.living or launch.granted <= launch.applied:
+            return
+        starting = not launch.applied
+        standbys = [launch.workers[lease_id] for lease_id in launch.leases if lease_id not in launch.world]
+        for worker in tuple(standbys) if not starting else ():
+            if worker.alive and worker.gpu_uuid in launch.script.bad_gpus and self.now >= worker.ready_at_s:
+                self._end_worker(worker, 1)
+                if launch.script.tells:
+                    # As the real launcher: it goes on without that standby, and says so.
+                    self._say_failed(launch, worker)
+                    launch.leases = tuple(other for other in launch.leases if other != worker.lease_id)
+                    standbys = [other for other in standbys if other is not worker]
+        ready = all(worker.alive and self.now >= worker.ready_at_s for worker in standbys)
+        stay = tuple(lease_id for lease_id in launch.world if lease_id in launch.leases)
+        world = launch.leases if ready or starting else stay
+        if ready or starting:
+            launch.applied_before, launch.applied = launch.applied, launch.granted
+        if world != launch.world:
+            launch.world = world
+            launch.trains_from_s = self.now + (launch.script.start_s if starting else launch.script.pause_s)
 
     def _claim(self, launch: _Launch, worker: _Worker) -> None:
         if worker.lease_id in launch.workers:
@@ -451,6 +517,7 @@ class VirtualCluster:
             can_set_limit=self.can_set_limit,
             lost=gpu.lost,
             sampled_at_s=self.now,
+            busy=gpu.busy,
         )
 
     def _job_report(self, node: str, job_id: str) -> JobReport:
@@ -474,7 +541,7 @@ class VirtualCluster:
             attempt=launch.attempt,
             state=launch.state,
             pid=4242,
-            generation_applied=launch.applied if self.now >= launch.trains_from_s else launch.applied - 1,
+            generation_applied=launch.applied if self.now >= launch.trains_from_s else launch.applied_before,
             exit_code=launch.exit_code,
             code="",
             message=launch.message,

@@ -7,11 +7,9 @@ GIB = 1 << 30
 MINE, OTHERS = 1000, 1001
 
 
-def process(
-    pid: int = 123, uid: int | None = OTHERS, user: str = "x", gib: float | None = 1.2
-) -> ForeignProcess:
+def process(pid: int = 123, uid: int | None = OTHERS, gib: float | None = 1.2) -> ForeignProcess:
     memory = None if gib is None else int(gib * GIB)
-    return ForeignProcess(pid=pid, uid=uid, user=user, memory_bytes=memory)
+    return ForeignProcess(pid=pid, uid=uid, memory_bytes=memory)
 
 
 def glance(at_s: float, *foreign: ForeignProcess, **more: object) -> Glance:
@@ -34,7 +32,7 @@ def test_a_foreign_process_blocks_and_does_not_let_the_gpu_flap() -> None:
     """It blocks from the first look; short pauses between such processes do not free the GPU."""
     gate = Gate()
     assert gate.judge(glance(0.0)) == ""
-    assert gate.judge(glance(1.0, process())) == "process 123 of user x uses 1.2 GiB"
+    assert gate.judge(glance(1.0, process())) == "process 123 uses 1.2 GiB"
     for at_s in range(2, 40, 3):
         assert gate.judge(glance(float(at_s)))
         assert gate.judge(glance(at_s + 1.0, process()))
@@ -48,10 +46,10 @@ def test_what_a_worker_leaves_behind_blocks_only_until_it_is_gone() -> None:
     gate = Gate()
     gate.judge(glance(0.0, uids=frozenset({MINE}), held=True))
     rest = process(uid=MINE)
-    assert gate.judge(glance(1.0, rest)) == "process 123 of user x still uses 1.2 GiB"
+    assert gate.judge(glance(1.0, rest)) == "process 123 still uses 1.2 GiB"
     assert gate.judge(glance(2.0, used_bytes=3 * GIB)).startswith("3.0 GiB of its memory")
     assert gate.judge(glance(3.0)) == ""
-    assert gate.judge(glance(4.0, process(), rest)) == "process 123 of user x uses 1.2 GiB, and 1 more"
+    assert gate.judge(glance(4.0, process(), rest)) == "process 123 uses 1.2 GiB, and 1 more"
     assert gate.judge(glance(5.0)) != ""
     assert gate.judge(glance(5.0 + CLEAR_AFTER_S)) == ""
     late = 1.0 + LEAVING_S
@@ -61,7 +59,7 @@ def test_what_a_worker_leaves_behind_blocks_only_until_it_is_gone() -> None:
 
 def test_processes_that_the_node_cannot_name_say_so() -> None:
     """Neither a user nor an amount is invented."""
-    busy = Gate().judge(glance(0.0, process(7, None, "", None)))
+    busy = Gate().judge(glance(0.0, process(7, None, None)))
     assert busy == "process 7 that this node does not see uses it"
 
 

@@ -38,6 +38,9 @@ PUBLISHED_TEXT = {
 }
 """The lines of the published sources that matter, as they stand there."""
 
+CXX_FILES = ("horovod/common/gloo/http_store.cc", "third_party/gloo/gloo/transport/tcp/pair.cc")
+"""Of these whole functions are replaced; that they stand there is checked on the archive itself."""
+
 TORCH = TorchFacts(version="2.13.0+cpu", cuda_version="", cxx11_abi=True, cuda_archs=())
 TOOLS = Toolchain(
     cxx=Path("/usr/bin/g++"),
@@ -65,7 +68,10 @@ def key_of(
 
 
 def published(folder: Path) -> Path:
-    for name, text in PUBLISHED_TEXT.items():
+    replaced = {
+        name: "\n".join(patch.old for patch in patches.PATCHES if patch.file == name) for name in CXX_FILES
+    }
+    for name, text in {**PUBLISHED_TEXT, **replaced}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
@@ -107,6 +113,12 @@ def test_patches_fit_real_archive(tmp_path: Path) -> None:
         pytest.skip(f"{archive} is not there: no Horovod was built on this machine")
     source = build._unpack(archive, tmp_path)
     patches.apply_all(source)
+    store, pair = (source.joinpath(name).read_text() for name in CXX_FILES)
+    # Each of the three verbs goes through the one function that sends the token and knows a refusal.
+    assert store.count("request.send(") == store.count("request.send(method, body, TokenHeader())") == 1
+    assert store.index("throw Refused(message)") < store.index("catch (const Refused&)")
+    assert store.index("catch (const Refused&)") < store.index("catch (std::exception& e)")
+    assert pair.count("bind(fd, ") == pair.count("bind(fd, (const sockaddr*)&address, ") == 1
     with pytest.raises(NeedsOperator, match="does not fit"):
         patches.apply_all(source)
 

@@ -19,7 +19,8 @@ class Job:
         self.folder = JobFolder(root)
         self.living: frozenset[str] = frozenset()
         self.generation = 0
-        self.discovery = HostfileDiscovery(self.folder, min_width, lambda: self.living)
+        self.admitted: frozenset[str] = frozenset("abc")
+        self.discovery = HostfileDiscovery(self.folder, min_width, lambda: self.living, lambda: self.admitted)
 
     def publish(self, *lease_ids: str) -> None:
         self.generation += 1
@@ -131,6 +132,30 @@ def test_a_late_assignment_gets_its_own_generation(tmp_path: Path) -> None:
     assert job.discovery.generation_of(("a",)) == 1
     assert job.discovery.generation_of(("b", "a")) == 2
     assert job.discovery.generation_of(("b",)) == 2
+
+
+def test_new_slots_wait_until_they_are_admitted_and_old_ones_go_at_once(tmp_path: Path) -> None:
+    """Nobody waits for a worker that is not there yet, and what was taken back is not kept for it."""
+    job = Job(tmp_path)
+    job.publish("a", "b")
+    job.hosts()
+    job.living, job.admitted = frozenset("ab"), frozenset()
+    job.publish("a", "b", "c")
+    assert job.hosts() == {"a": 1, "b": 1}
+    job.publish("a", "c")
+    assert job.hosts() == {"a": 1}
+    assert job.discovery.generation_of(("a",)) == 1
+    job.admitted = frozenset("c")
+    assert job.hosts() == {"a": 1, "c": 1}
+    assert job.discovery.generation_of(("a", "c")) == 3
+    job.publish("a", "c", "d")
+    job.publish("a", "c")
+    job.hosts()
+    assert job.discovery.generation_of(("a", "c")) == 5
+    job.discovery.exclude("d")
+    job.admitted = frozenset("d")
+    job.publish("a", "c", "d")
+    assert job.hosts() == {"a": 1, "c": 1}
 
 
 def test_the_same_slots_in_a_later_generation_are_that_generation(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from horowatt_allocator.cli import exits
 from horowatt_allocator.cli.attach import horovodrun_line
 from horowatt_allocator.cli.connection import default_socket, json_option, socket_option
 from horowatt_allocator.cli.ps import width_text
+from horowatt_allocator.cli.resizes import cold_lines, resizes_document, resizes_lines
 from horowatt_allocator.cli.terminal import Column, emit_json, plain_lines
 from horowatt_allocator.cli.views import JobView, items, number_of, reason_of, send, text_of, whole_of
 from horowatt_allocator.reports.figures import (
@@ -29,12 +30,27 @@ from horowatt_allocator.reports.instants import readable_utc
 
 @click.command()
 @click.argument("job")
-@click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="Lines of history.")
+@click.option(
+    "--last",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Lines of history, or resizes with --resizes.",
+)
+@click.option("--resizes", is_flag=True, help="Show instead how each start and resize went, phase by phase.")
 @socket_option
 @json_option
-def explain(*, job: str, last: int, socket_path: Path | None, as_json: bool) -> int:
+def explain(*, job: str, last: int, resizes: bool, socket_path: Path | None, as_json: bool) -> int:
     """Say what a job has and why: the plan, the measurements behind it, and the history of decisions."""
     client = ServiceClient(socket_path or default_socket())
+    if resizes:
+        details = send(client, "GET", f"/v1/jobs/{job}")
+        if as_json:
+            emit_json(resizes_document(details))
+            return exits.OK
+        for line in resizes_lines(details, last):
+            print(line)
+        return exits.OK
     document = send(client, "GET", f"/v1/jobs/{job}/explain")
     if as_json:
         emit_json(document)
@@ -83,6 +99,7 @@ def _state_lines(job: JobView) -> Iterator[str]:
     if deadline_s is not None:
         left_s = deadline_s - time.time()
         yield f"  deadline: {readable_utc(deadline_s)} ({'passed' if left_s < 0 else f'in {left_s:.0f} s'})"
+    yield from cold_lines(job)
     if document.get("isolated") is False:
         yield "  not isolated: other jobs on its nodes could open its GPUs"
 

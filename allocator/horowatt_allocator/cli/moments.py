@@ -60,3 +60,9 @@ def _bad(what: str, text: str, because: str, hint: str) -> InvalidInput:
     return InvalidInput(
         "HW-CLI-002", f"{what} {text!r} cannot be used", because=because, hint=hint, fields={what: text}
     )
+
+
+def clock_text(off_s: float) -> str:
+    """Return what to say of a clock: seconds that it is behind the head's, or ahead of it below 0."""
+    way = "behind" if off_s > 0 else "ahead of"
+    return f"its clock is {abs(off_s):,.1f} s {way} the head's; times are corrected by that"

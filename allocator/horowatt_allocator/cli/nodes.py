@@ -10,6 +10,7 @@ import click
 from horowatt.client import ServiceClient
 from horowatt_allocator.cli import exits
 from horowatt_allocator.cli.connection import default_socket, json_option, socket_option
+from horowatt_allocator.cli.moments import clock_text
 from horowatt_allocator.cli.terminal import Column, emit_json, print_table, say
 from horowatt_allocator.cli.views import items, number_of, send, text_of
 from horowatt_allocator.reports.figures import ABSENT, power_text
@@ -42,6 +43,9 @@ def nodes(*, socket_path: Path | None, as_json: bool) -> int:
         return exits.OK
     print_table(_COLUMNS, [row for node in found for row in _rows(node)])
     for node in found:
+        off_s = number_of(node, "clock_off_s")
+        if off_s is not None:
+            say(f"note: {text_of(node, 'name')}: {clock_text(off_s)}")
         notes = node.get("notes")
         for code, note in (notes if isinstance(notes, dict) else {}).items():
             say(f"note: {text_of(node, 'name')}: {code}: {note}")
@@ -60,7 +64,12 @@ def _rows(node: dict[str, Any]) -> Sequence[list[str]]:
 
 def _gpu_cells(gpu: dict[str, Any], isolated: str) -> list[str]:
     mark = " sim" if gpu.get("simulated") else ""
-    notes = ["lost" if gpu.get("lost") else "", "simulated" if mark else "", isolated]
+    notes = [
+        "lost" if gpu.get("lost") else "",
+        text_of(gpu, "withheld") or "",
+        "simulated" if mark else "",
+        isolated,
+    ]
     power = power_text(number_of(gpu, "power_w"))
     return [
         text_of(gpu, "uuid") or ABSENT,

@@ -234,11 +234,11 @@ def _check_batch(request: JobRequest, widths: tuple[int, ...]) -> None:
         raise _invalid("HW-SPEC-007", "the batch cannot be used", because, "give 1 or more", "batch_size")
     if request.batch_rule is not BatchRule.TOTAL:
         return
-    bad = [width for width in widths if size % width]
+    bad = [width for width in widths if size < width]
     if bad:
-        good = [str(width) for width in widths if size % width == 0]
+        good = [str(width) for width in widths if size >= width]
         shown = ",".join(good[:_MOST_SHOWN])
-        because = f"{size} samples cannot be split evenly among {bad[0]} workers"
+        because = f"{size} samples are not enough for {bad[0]} workers"
         hint = f"--widths {shown}" if good else "change the batch, or fix it per worker"
         raise _invalid("HW-SPEC-007", "the total batch does not fit every width", because, hint, "batch_size")
 

@@ -5,32 +5,52 @@ Life of a job::
 
     QUEUED -> RUNNING -> STOPPING -> FINISHED | FAILED | CANCELLED
        ^                    |
-       +------- lost -------+     at most ``max_restarts`` times
+       +- lost, suspended --+     lost at most ``max_restarts`` times in ``restart_window_s``
 
 Slots change hands in two moves: a generation that takes slots away is published at once, one that
-adds slots only when all of them are free. Decisions are made when something happened that the plan did not
-assume, at most once per :data:`COALESCE_S`, and at least every ``decide_every_s`` while jobs are active.
+adds slots only when all of them are free and the generation before is applied. New workers that do not join
+are withdrawn, and others tried later. A running job that has made a durable commit may be suspended; one that
+moves to another GPU type holds old and new slots until the new workers train.
+
+Decisions are made when something happened that the plan did not assume, at most once per
+:data:`COALESCE_S`, and at least every ``decide_every_s`` while jobs are active.
 The order within a step: take the event in, watch the clock, decide, publish what can be published.
 
-Known limitations: a running job is never suspended or migrated; a job whose node never comes back stays
-as it is until it is cancelled and the node reports.
+Known limitations: a job whose node never comes back stays as it is until it is cancelled and the node
+reports; jobs move for the sake of a GPU type, never to be closer together.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from horowatt.records import LauncherKind
 from horowatt_allocator.decisions import program
-from horowatt_allocator.decisions.capacity import free_slots, gpu_types, is_alive
+from horowatt_allocator.decisions.capacity import free_slots, gpu_types, is_alive, withheld
 from horowatt_allocator.decisions.columns import predictor_for
 from horowatt_allocator.decisions.draft import Draft
 from horowatt_allocator.decisions.estimates import same_limit
 from horowatt_allocator.decisions.intake import absorb
 from horowatt_allocator.decisions.invariants import check_invariants
 from horowatt_allocator.decisions.ordering import orders
-from horowatt_allocator.decisions.placement import place, without
+from horowatt_allocator.decisions.placement import Layout, place, without
 from horowatt_allocator.decisions.posing import active_jobs, pose
 from horowatt_allocator.decisions.problem import Problem, present_choice, same_column
-from horowatt_allocator.decisions.reasons import SILENT_NODE, Round, reasons_for, silent
+from horowatt_allocator.decisions.reasons import SILENT_NODE, Round, counted, reasons_for, silent
+from horowatt_allocator.decisions.resizing import (
+    MAX_BACKOFF_S,
+    backoff_s,
+    can_stop,
+    failed_standbys,
+    has_joined,
+    held_type,
+    in_flight,
+    is_union,
+    outgoing,
+    overlap,
+    pending,
+    published,
+    with_failed_gpus,
+)
 from horowatt_allocator.records.cluster import (
     Action,
     AgentReported,
@@ -42,7 +62,7 @@ from horowatt_allocator.records.cluster import (
     Plan,
     State,
 )
-from horowatt_allocator.records.jobs import ENDED, Column, Job, JobPhase, Reason
+from horowatt_allocator.records.jobs import ENDED, Column, Job, JobPhase, LeaseState, Reason
 
 __all__ = ["check_invariants", "next_due", "orders", "step"]
 
@@ -93,8 +113,12 @@ def next_due(state: State, now: float) -> float:
         if node.last_seen_s is not None and not node.silent
     ]
     for job in active:
+        due += [at_s for at_s in (job.not_before_s, job.grow_not_before_s) if at_s > now]
         if job.phase is not JobPhase.RUNNING:
             continue
+        if waiting := pending(job, state.leases):
+            overdue_s = _overdue_s(job, waiting, policy.resize_deadline_s)
+            due += [overdue_s] if overdue_s > now else []
         if job.spec.wall_time_limit_s is not None and job.started_s is not None:
             due.append(job.started_s + job.spec.wall_time_limit_s)
         died = [state.leases[lease_id].died_s for lease_id in job.lease_ids if lease_id in state.leases]
@@ -136,6 +160,9 @@ def _watch(draft: Draft) -> None:
     for job in list(draft.jobs.values()):
         if job.phase is JobPhase.RUNNING:
             _watch_running(draft, job)
+        elif job.phase is JobPhase.QUEUED and 0 < job.not_before_s <= draft.now:
+            draft.put(replace(job, not_before_s=0.0))
+            draft.decide_because(f"job '{job.spec.name}' may start again")
         elif job.phase is JobPhase.STOPPING:
             held = draft.leases_of(job.spec.job_id)
             if not held and not job.launcher_alive:
@@ -150,30 +177,110 @@ def _watch_running(draft: Draft, job: Job) -> None:
         return
     if job.spec.launcher is LauncherKind.ATTACHED:
         return
-    leases = [draft.leases[lease_id] for lease_id in job.lease_ids]
+    if 0 < job.grow_not_before_s <= draft.now:
+        job = replace(job, grow_not_before_s=0.0)
+        draft.put(job)
+        draft.decide_because(f"job '{job.spec.name}' may grow again")
+    waiting = pending(job, draft.leases)
+    failed = {lease.lease_id: why for lease in waiting if (why := _failure(draft, job, lease))}
+    if failed:
+        _withdraw(draft, job, [lease for lease in waiting if lease.lease_id in failed], failed)
+        return
+    if waiting and draft.now >= _overdue_s(job, waiting, draft.policy.resize_deadline_s):
+        _withdraw(draft, job, waiting, {})
+        return
     dead = [
         lease.lease_id
-        for lease in leases
+        for lease in published(job, draft.leases)
         if lease.died_s is not None and draft.now >= lease.died_s + DEAD_GRACE_S
     ]
     legal = [width for width in job.spec.legal_widths if width <= job.width - len(dead)]
-    if dead and legal:
+    left = [lease for lease in published(job, draft.leases) if lease.lease_id not in dead]
+    goes_on = not job.generation_applied or any(has_joined(job, lease) for lease in left)
+    if dead and legal and goes_on:
         _go_on_without(draft, job, dead, legal[-1])
 
 
+def _overdue_s(job: Job, waiting: Sequence[LeaseState], deadline_s: float) -> float:
+    """Return when the patience with pending grants ends, Unix seconds."""
+    return max([job.attempt_s or 0.0, *(lease.granted_s for lease in waiting)]) + deadline_s
+
+
+def _failure(draft: Draft, job: Job, lease: LeaseState) -> str:
+    """Return why the worker of a pending grant will not join, or an empty string."""
+    said = failed_standbys(job)
+    if lease.lease_id in said:
+        return said[lease.lease_id] or "it failed"
+    if lease.started and not lease.held and lease.exit_code is not None:
+        return f"it ended with exit code {lease.exit_code} before it joined"
+    if lease.died_s is not None and draft.now >= lease.died_s + DEAD_GRACE_S:
+        return "it ended before it joined"
+    return ""
+
+
+def _withdraw(draft: Draft, job: Job, gone: Sequence[LeaseState], failed: dict[str, str]) -> None:
+    """Take pending grants back, the job trains on; grow again after a wait, and not on GPUs that failed.
+
+    Args:
+        draft: The draft.
+        job: Whose grants.
+        gone: Grants to take back; a move is given up as a whole.
+        failed: Why workers failed, by lease; empty when they only took too long.
+    """
+    if is_union(job, draft.leases):
+        gone = [lease for lease in published(job, draft.leases) if not has_joined(job, lease)]
+    legal = [width for width in job.spec.legal_widths if width <= job.width - len(gone)]
+    if not legal:
+        return
+    failures = job.growth_failures + 1
+    wait_s = backoff_s(draft.policy, failures)
+    uuids = [lease.gpu_uuid for lease in gone if lease.lease_id in failed]
+    job = with_failed_gpus(job, uuids, draft.now)
+    job = replace(job, growth_failures=failures, grow_not_before_s=draft.now + wait_s)
+    if failed:
+        lease = next(lease for lease in gone if lease.lease_id in failed)
+        gpu = f"GPU {lease.gpu_uuid} of node '{lease.node}'"
+        what = f"the new worker on {gpu} failed: {failed[lease.lease_id]}"
+    else:
+        what = f"new workers did not join within {draft.policy.resize_deadline_s:,.0f} s"
+    again = f"grows again in {wait_s:,.0f} s at the earliest"
+    layout = without(job, draft.leases, [lease.lease_id for lease in gone], legal[-1])
+    sentence = f"stays on {counted(legal[-1], 'GPU')}: {what}; {again}"
+    _go_on(draft, job, layout, Reason(code="growth-failed", sentence=sentence))
+    draft.decide_because(f"job '{job.spec.name}' could not grow")
+
+
 def _go_on_without(draft: Draft, job: Job, dead: list[str], width: int) -> None:
-    """Publish a generation without dead workers; below the minimum it is the launcher's to judge."""
+    """Publish a generation without dead workers.
+
+    Below the minimum, or when only workers that have not joined would be left, it is the launcher's to judge.
+    """
     layout = without(job, draft.leases, dead, width)
     sentence = f"went on with {width} of {job.width} workers: {len(dead)} died"
-    gpu_type = gpu_types(draft.view(), draft.now).get(job.column.gpu_type or "")
-    column = (
-        replace(job.column, width=width)
-        if gpu_type is None
-        else predictor_for(job, draft.view(), gpu_type).column(width, job.column.limit_w)
-    )
-    job = replace(job, column=column)
-    draft.publish(job, layout.keep, layout.drop, (), Reason(code="worker-died", sentence=sentence))
+    _go_on(draft, job, layout, Reason(code="worker-died", sentence=sentence))
     draft.decide_because(f"a worker of job '{job.spec.name}' died")
+
+
+def _go_on(draft: Draft, job: Job, layout: Layout, reason: Reason) -> None:
+    """Publish the rest of a job's leases, with a target that fits them."""
+    types = {draft.leases[lease_id].gpu_type for lease_id in layout.keep}
+    leaving: Column | None = job.leaving
+    column = job.column
+    if leaving is not None and column.gpu_type not in types:
+        # The new type is lost: back to the old one.
+        column, leaving = leaving, None
+    elif leaving is not None and leaving.gpu_type not in types:
+        leaving = None
+    if leaving is None or len(types) == 1:
+        width = len(layout.keep)
+        gpu_type = gpu_types(draft.view(), draft.now).get(column.gpu_type or "")
+        column = (
+            replace(column, width=width)
+            if gpu_type is None
+            else predictor_for(job, draft.view(), gpu_type).column(width, column.limit_w)
+        )
+    job = replace(job, column=column, leaving=leaving)
+    draft.publish(job, layout.keep, layout.drop, (), reason)
 
 
 def _decision_is_due(draft: Draft) -> bool:
@@ -200,6 +307,10 @@ def _decide(draft: Draft, solve: program.Solve) -> None:
         jobs=jobs,
         needed={c.job_id: c.needed_rate_per_s for c in problem.jobs if c.needed_rate_per_s is not None},
         num_free=len(free_slots(state, draft.now)),
+        withheld=tuple(
+            f"GPU {uuid} of node '{node}': {why}" for (node, uuid), why in withheld(state, draft.now).items()
+        ),
+        now_s=draft.now,
     )
     reasons = reasons_for(decided)
     changes = tuple(
@@ -244,8 +355,18 @@ def _checked(problem: Problem, plan: Plan) -> Plan:
 
 def _retarget(draft: Draft, job: Job, column: Column, reason: Reason | None) -> None:
     """Give a job its new column; its slots follow when they can."""
+    if job.phase is JobPhase.RUNNING and column.width == 0:
+        reason = reason or Reason(code="suspended", sentence="suspended, to go on from its commit")
+        why = reason.sentence.partition(": ")[2]
+        draft.suspend(job, reason, why, draft.policy.dwell_s)
+        return
+    present = held_type(job, draft.leases)
+    if job.phase is JobPhase.RUNNING and present is not None:
+        moves = column.gpu_type != present
+        job = replace(job, leaving=(job.leaving or job.column) if moves else None)
     if reason is not None:
-        only_limit = job.phase is JobPhase.RUNNING and column.width == job.column.width
+        same_type = column.gpu_type == job.column.gpu_type
+        only_limit = job.phase is JobPhase.RUNNING and column.width == job.column.width and same_type
         begins_to_wait = column.width == 0 and reason.code != job.reason.code
         if only_limit or begins_to_wait:
             draft.tell(job.spec.job_id, reason)
@@ -270,17 +391,70 @@ def _silent_node(draft: Draft, job: Job) -> Reason | None:
 
 def _publish(draft: Draft) -> None:
     """Publish what the targets ask for and the slots allow."""
-    targets = {
-        job_id: job.column
-        for job_id, job in draft.jobs.items()
-        if job.phase in {JobPhase.QUEUED, JobPhase.RUNNING} and job.column.width not in {0, job.width}
-    }
+    targets = {job_id: job.column for job_id, job in draft.jobs.items() if _may_publish(draft, job)}
     if not targets:
         return
     for layout in place(draft.view(), targets, draft.now).layouts:
-        if layout.num_missing == 0:
-            job = draft.jobs[layout.job_id]
-            draft.publish(job, layout.keep, layout.drop, layout.add, job.reason)
+        if layout.num_missing > 0:
+            continue
+        job = draft.jobs[layout.job_id]
+        if job.leaving is not None and layout.add:
+            _move(draft, job, layout)
+            continue
+        kept = {draft.leases[lease_id].gpu_type for lease_id in layout.keep}
+        if job.leaving is not None and job.leaving.gpu_type not in kept:
+            # Arrived: more of the new type is an ordinary growth.
+            job = replace(job, leaving=None)
+            draft.decide_because(f"job '{job.spec.name}' has moved to {job.column.gpu_type}")
+        draft.publish(job, layout.keep, layout.drop, layout.add, job.reason)
+
+
+def _may_publish(draft: Draft, job: Job) -> bool:
+    """Return whether a job's slots differ from its target, and the difference may be published now."""
+    column = job.column
+    if job.phase not in {JobPhase.QUEUED, JobPhase.RUNNING} or column.width == 0:
+        return False
+    if job.phase is JobPhase.QUEUED:
+        return True
+    if outgoing(job, draft.leases):
+        return not in_flight(job)
+    # Growth that comes faster than the launcher can apply it is put together; what is taken back is not.
+    return column.width < job.width or (column.width > job.width and not in_flight(job))
+
+
+def _move(draft: Draft, job: Job, layout: Layout) -> None:
+    """Publish old and new slots of a job that moves to another GPU type, or stop it where that cannot be."""
+    name, column = job.spec.name, job.column
+    tenant, plan = draft.tenants.get(job.spec.tenant), draft.plan
+    held = sum(other.width for other in draft.jobs.values() if other.spec.tenant == job.spec.tenant)
+    over_quota = (
+        tenant is not None and tenant.gpu_quota is not None and held + len(layout.add) > tenant.gpu_quota
+    )
+    both_w = sum(watts for _, watts in overlap(draft.view()).values()) + (
+        job.leaving.marginal_w if job.leaving is not None else 0.0
+    )
+    cap_w = draft.policy.cap_w
+    over_cap = cap_w is not None and plan is not None and plan.power_w + both_w > cap_w
+    if not (layout.must_stop or over_quota or over_cap):
+        draft.publish(job, layout.keep, layout.drop, layout.add, job.reason)
+        return
+    if can_stop(job):
+        why = f"to move to {counted(column.width, 'GPU')} of type {column.gpu_type}"
+        sentence = f"suspended, to go on from its commit: {why}"
+        draft.suspend(job, Reason(code="suspended", sentence=sentence), why, 0.0)
+        return
+    why = "its tenant's quota" if over_quota else "the power cap" if over_cap else "its legal widths"
+    sentence = f"stays on {counted(job.width, 'GPU')}: {why} leaves no room for old and new workers"
+    draft.put(
+        replace(
+            job,
+            column=job.leaving or column,
+            leaving=None,
+            reason=Reason(code="kept", sentence=sentence),
+            grow_not_before_s=draft.now + MAX_BACKOFF_S,
+        )
+    )
+    draft.decide_because(f"job '{name}' cannot move")
 
 
 def _change(job: Job, column: Column, reason: Reason) -> Change:
@@ -296,4 +470,5 @@ def _change(job: Job, column: Column, reason: Reason) -> Change:
 
 
 def _differs(before: Column, after: Column) -> bool:
-    return before.width != after.width or not same_limit(before.limit_w, after.limit_w)
+    moved = before.width > 0 and after.width > 0 and before.gpu_type != after.gpu_type
+    return moved or before.width != after.width or not same_limit(before.limit_w, after.limit_w)

@@ -4,12 +4,13 @@
 Mappings are copied once per step; what a step returns shares nothing mutable with it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from horowatt_allocator.decisions.capacity import Slot
 from horowatt_allocator.decisions.placement import next_slot_index
-from horowatt_allocator.records.cluster import Action, Decided, Decision, Plan, Policy, State, Told
+from horowatt_allocator.decisions.resizing import commit_homes, waits_since_s
+from horowatt_allocator.records.cluster import Action, Decided, Decision, Plan, Policy, State, Tenant, Told
 from horowatt_allocator.records.jobs import (
     WAITING,
     Generation,
@@ -17,6 +18,7 @@ from horowatt_allocator.records.jobs import (
     JobPhase,
     LeaseState,
     Reason,
+    Suspension,
 )
 
 
@@ -39,6 +41,11 @@ class Draft:
         self._lease_ids: dict[str, list[str]] = {}
         for lease in state.leases.values():
             self._lease_ids.setdefault(lease.job_id, []).append(lease.lease_id)
+
+    @property
+    def tenants(self) -> Mapping[str, Tenant]:
+        """Tenants by name."""
+        return self._state.tenants
 
     @property
     def policy(self) -> Policy:
@@ -112,11 +119,17 @@ class Draft:
                 job,
                 attempt=job.attempt + 1,
                 started_s=self.now if job.started_s is None else job.started_s,
-                home_node=_home(granted),
+                home_node=_home(granted, commit_homes(job)),
                 launcher_alive=True,
                 generation_applied=0,
                 samples=0 if job.attempt == 0 else job.samples,
                 exit_code=None,
+                suspension=None,
+                attempt_s=self.now,
+                waited_s=max(0.0, self.now - waits_since_s(job)),
+                not_before_s=0.0,
+                growth_failures=0,
+                grow_not_before_s=0.0,
             )
         else:
             job = replace(job, changed_s=self.now)
@@ -124,8 +137,15 @@ class Draft:
         self.tell(job.spec.job_id, reason)
         return job
 
+    def suspend(self, job: Job, reason: Reason, why: str, wait_s: float) -> Job:
+        """Order a job to commit and to stop; it may start again ``wait_s`` seconds later. Returns the job."""
+        suspension = Suspension(since_s=self.now, why=why)
+        job = replace(job, suspension=suspension, not_before_s=self.now + wait_s)
+        return self.stop(job, JobPhase.QUEUED, reason)
+
     def stop(self, job: Job, ending: JobPhase, reason: Reason, exit_code: int | None = None) -> Job:
         """Order a job to end; once every slot is free it enters the phase ``ending``. Returns the job."""
+        nodes = [job.home_node, *(self.leases[lease_id].node for lease_id in job.lease_ids)]
         for lease_id in job.lease_ids:
             if self.leases[lease_id].withdrawn_s is None:
                 self.leases[lease_id] = replace(self.leases[lease_id], withdrawn_s=self.now)
@@ -137,6 +157,8 @@ class Draft:
             exit_code=exit_code if exit_code is not None else job.exit_code,
             column=WAITING,
             window=None,
+            leaving=None,
+            commit_nodes=tuple(dict.fromkeys(node for node in nodes if node is not None)),
         )
         self.put(job)
         self.tell(job.spec.job_id, reason)
@@ -156,7 +178,8 @@ class Draft:
             launcher_alive=False,
             generations=self._close_generation(job),
             ended_s=None if ending is JobPhase.QUEUED else self.now,
-            restarts=job.restarts + (1 if ending is JobPhase.QUEUED else 0),
+            restarts=job.restarts + (1 if ending is JobPhase.QUEUED and job.suspension is None else 0),
+            suspension=job.suspension if ending is JobPhase.QUEUED else None,
             changed_s=0.0,
         )
         self.put(job)
@@ -217,9 +240,12 @@ class Draft:
         return (*job.generations[:-1], replace(job.generations[-1], ended_s=self.now))
 
 
-def _home(leases: list[LeaseState]) -> str | None:
-    """Return the node with the most leases, the first of equals: the launcher starts there."""
+def _home(leases: list[LeaseState], preferred: Sequence[str]) -> str | None:
+    """Return where the launcher starts: the first preferred node with a lease, else that with the most."""
     counts: dict[str, int] = {}
     for lease in leases:
         counts[lease.node] = counts.get(lease.node, 0) + 1
+    for node in preferred:
+        if node in counts:
+            return node
     return max(counts, key=lambda node: counts[node], default=None)

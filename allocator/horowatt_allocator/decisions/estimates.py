@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from horowatt_allocator.records.cluster import Gpu, Policy
-from horowatt_allocator.records.jobs import Column, Job, JobEstimate, Observation
+from horowatt_allocator.records.jobs import Column, Job, JobEstimate, Observation, PauseKind
 
 PRIOR_HIGHEST_LIMIT_W = 300.0
 """Highest limit assumed of a GPU that tells none, W."""
@@ -84,17 +84,31 @@ def observe(estimate: JobEstimate, observation: Observation) -> JobEstimate:
     return replace(estimate, observations=(*others, merged))
 
 
-def observe_pause(estimate: JobEstimate, pause_s: float) -> JobEstimate:
+def observe_pause(estimate: JobEstimate, pause_s: float, kind: PauseKind | None = None) -> JobEstimate:
     """Return the estimate with a measured pause (seconds) added; the latest few are kept."""
-    return replace(estimate, pauses_s=(*estimate.pauses_s, pause_s)[-KEPT_PAUSES:])
+    kinds = dict(estimate.kind_pauses_s)
+    if kind is not None:
+        kinds[kind] = (*kinds.get(kind, ()), pause_s)[-KEPT_PAUSES:]
+    return replace(estimate, pauses_s=(*estimate.pauses_s, pause_s)[-KEPT_PAUSES:], kind_pauses_s=kinds)
 
 
-def expected_pause_s(estimate: JobEstimate, policy: Policy) -> float:
-    """Return the pause to expect of a resize, seconds: the median of those measured, else the prior."""
-    if not estimate.pauses_s:
+def expected_pause_s(estimate: JobEstimate, policy: Policy, kind: PauseKind | None = None) -> float:
+    """Return the pause to expect of a resize, seconds.
+
+    The median of those measured of its kind, else of all, else the prior.
+    """
+    pauses_s = (() if kind is None else estimate.kind_pauses_s.get(kind, ())) or estimate.pauses_s
+    if not pauses_s:
         return policy.prior_pause_s
-    ordered = sorted(estimate.pauses_s)
+    ordered = sorted(pauses_s)
     return ordered[len(ordered) // 2]
+
+
+def pause_kind(job: Job, width: int) -> PauseKind:
+    """Return the kind of the resize that would bring a running job to ``width``."""
+    if width < job.width:
+        return PauseKind.SHRINK
+    return PauseKind.GROW_COLD if job.cold else PauseKind.GROW_WARM
 
 
 def observed(estimate: JobEstimate, gpu_type: str, width: int, limit_w: float | None) -> Observation | None:

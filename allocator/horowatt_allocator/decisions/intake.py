@@ -20,9 +20,11 @@ from horowatt.records import (
     LauncherStatus,
     LeaseReport,
 )
-from horowatt_allocator.decisions.capacity import STUCK_AFTER_S
+from horowatt_allocator.decisions.capacity import STUCK_AFTER_S, is_long_busy
 from horowatt_allocator.decisions.draft import Draft
 from horowatt_allocator.decisions.measuring import absorb_events, measure
+from horowatt_allocator.decisions.reasons import lost_text
+from horowatt_allocator.decisions.resizing import backoff_s, losses_within_window, published, with_joined
 from horowatt_allocator.records.cluster import Gpu, Node
 from horowatt_allocator.records.jobs import ENDED, Job, JobPhase, LeaseState, Reason
 
@@ -31,7 +33,8 @@ STALE_WITHIN_S = 300.0
 ATTACHED_PATIENCE_S = 5.0
 """Time in which a user's ``horovodrun`` has noticed a new hostfile: it looks once a second."""
 _LIVING = frozenset({LauncherState.STARTING, LauncherState.RUNNING})
-_ABSENT_ENDS = {LauncherState.LOST, LauncherState.STOPPED}
+_ABSENT_ENDS = frozenset({LauncherState.LOST, LauncherState.STOPPED})
+_VERDICTS = frozenset({LauncherState.FINISHED, LauncherState.FAILED})
 
 
 def absorb(draft: Draft, report: AgentReport) -> bool:
@@ -65,10 +68,13 @@ def _absorb_node(draft: Draft, node: Node, report: AgentReport) -> None:
     known = {gpu.uuid: gpu for gpu in node.gpus}
     held = {lease.gpu_uuid for lease in draft.leases.values() if lease.node == report.node}
     gpus = tuple(
-        _gpu(gpu, known.get(gpu.uuid), gpu.uuid in held)
+        _gpu(gpu, known.get(gpu.uuid), gpu.uuid in held, draft.now)
         for gpu in sorted(report.gpus, key=lambda gpu: gpu.nvml_index)
     )
-    if {(gpu.uuid, gpu.lost) for gpu in gpus} != {(gpu.uuid, gpu.lost) for gpu in node.gpus}:
+    was_busy = [
+        gpu for gpu in gpus if not gpu.busy and gpu.uuid in known and is_long_busy(known[gpu.uuid], draft.now)
+    ]
+    if {(gpu.uuid, gpu.lost) for gpu in gpus} != {(gpu.uuid, gpu.lost) for gpu in node.gpus} or was_busy:
         draft.decide_because(f"the GPUs of node '{report.node}' changed")
     acked_seq = node.acked_seq if node.agent_id == report.agent_id else 0
     draft.nodes[report.node] = replace(
@@ -86,10 +92,11 @@ def _absorb_node(draft: Draft, node: Node, report: AgentReport) -> None:
     )
 
 
-def _gpu(report: GpuReport, known: Gpu | None, held: bool) -> Gpu:
+def _gpu(report: GpuReport, known: Gpu | None, held: bool, now: float) -> Gpu:
     """Return a GPU as reported; its idle power is the lowest seen while nobody held it."""
     idle_w = known.idle_w if known is not None else None
-    if not held and report.power_w is not None:
+    busy_since_s = known.busy_since_s if known is not None else None
+    if not held and not report.busy and report.power_w is not None:
         idle_w = report.power_w if idle_w is None else min(idle_w, report.power_w)
     return Gpu(
         uuid=report.uuid,
@@ -106,6 +113,8 @@ def _gpu(report: GpuReport, known: Gpu | None, held: bool) -> Gpu:
         can_set_limit=report.can_set_limit,
         lost=report.lost,
         sampled_at_s=report.sampled_at_s,
+        busy=report.busy,
+        busy_since_s=(now if busy_since_s is None else busy_since_s) if report.busy else None,
     )
 
 
@@ -172,38 +181,63 @@ def _absorb_launcher(draft: Draft, job: Job, launcher: LauncherStatus | None) ->
         # An earlier start: the present one is yet to come, unless the job stops before.
         draft.put(replace(job, launcher_alive=job.launcher_alive and (living or not stopping)))
         return
+    leases = published(job, draft.leases)
+    before = {lease.lease_id for lease in leases if lease.generation <= job.generation_applied}
     job = replace(
         job,
         launcher_alive=living,
         generation_applied=max(job.generation_applied, launcher.generation_applied),
         exit_code=launcher.exit_code if not living else job.exit_code,
     )
+    after = [lease for lease in leases if lease.generation <= job.generation_applied]
+    job = with_joined(job, [lease for lease in after if lease.lease_id not in before])
     draft.put(job)
-    if job.phase is JobPhase.RUNNING and not living:
+    if living:
+        return
+    if job.phase is JobPhase.RUNNING:
         _end(draft, job, launcher)
+    elif job.suspension is not None and job.ending is JobPhase.QUEUED and launcher.state in _VERDICTS:
+        # The script ended by itself while it was being stopped: there is nothing to go on with.
+        ending, reason = _verdict(launcher)
+        draft.put(replace(job, ending=ending, reason=reason))
+        draft.tell(job.spec.job_id, reason)
 
 
 def _end(draft: Draft, job: Job, launcher: LauncherStatus) -> None:
     """Act on the launcher's verdict over a job that nobody told to end."""
-    if launcher.state is LauncherState.FINISHED:
-        reason = Reason(
-            code=launcher.code or "finished",
-            sentence=" ".join(launcher.message.split()) or "the script ended",
-        )
-        draft.stop(job, JobPhase.FINISHED, reason, 0 if launcher.exit_code is None else launcher.exit_code)
+    ending, reason = _verdict(launcher)
+    if ending is JobPhase.FINISHED:
+        draft.stop(job, ending, reason, 0 if launcher.exit_code is None else launcher.exit_code)
         return
-    why = " ".join(launcher.message.split()) or f"the launcher ended as {launcher.state.value}"
     if launcher.state not in _ABSENT_ENDS:
-        draft.stop(job, JobPhase.FAILED, Reason(code=launcher.code or "failed", sentence=why))
-    elif job.spec.launcher is LauncherKind.ATTACHED:
+        draft.stop(job, ending, reason)
+        return
+    why = reason.sentence
+    if job.spec.launcher is LauncherKind.ATTACHED:
         sentence = f"its horovodrun is gone: {why}"
         draft.stop(job, JobPhase.FAILED, Reason(code="launcher-gone", sentence=sentence))
-    elif job.restarts < draft.policy.max_restarts:
-        sentence = f"lost: {why}; start {job.attempt + 1} of {draft.policy.max_restarts + 1} follows"
+        return
+    policy = draft.policy
+    losses_s = (*losses_within_window(job, policy, draft.now), draft.now)
+    wait_s = backoff_s(policy, len(losses_s))
+    job = replace(job, losses_s=losses_s)
+    if len(losses_s) <= policy.max_restarts:
+        sentence = f"lost: {why}; start {job.attempt + 1} follows in {wait_s:,.0f} s"
+        job = replace(job, not_before_s=draft.now + wait_s)
         draft.stop(job, JobPhase.QUEUED, Reason(code="lost", sentence=sentence))
     else:
-        sentence = f"lost {job.restarts + 1} times, last: {why}"
+        sentence = f"{lost_text(len(losses_s), policy.restart_window_s)}, last: {why}"
         draft.stop(job, JobPhase.FAILED, Reason(code="lost-too-often", sentence=sentence))
+
+
+def _verdict(launcher: LauncherStatus) -> tuple[JobPhase, Reason]:
+    """Return the phase and the reason of a job whose launcher has ended, if it is not to start again."""
+    said = " ".join(launcher.message.split())
+    if launcher.state is LauncherState.FINISHED:
+        said = said or "the script ended"
+        return JobPhase.FINISHED, Reason(code=launcher.code or "finished", sentence=said)
+    sentence = said or f"the launcher ended as {launcher.state.value}"
+    return JobPhase.FAILED, Reason(code=launcher.code or "failed", sentence=sentence)
 
 
 def _release(draft: Draft, node: str, listed: Mapping[str, JobReport]) -> None:

@@ -10,7 +10,8 @@ def check_invariants(state: State) -> None:
 
     - A slot has at most one unreleased lease, withdrawn ones included: one owner at every moment.
     - A running job's published leases exist, are its own, are not withdrawn, and are as many as a
-      legal width; its slots are of one GPU type; it has a home.
+      legal width; its slots are of its target's GPU type, or of the one that it is leaving; it has a home.
+    - Only a job that stops or waits is suspended, and only one that made a durable commit.
     - Queued and ended jobs hold nothing; a queued job's target may wait for slots.
     - A stopping job knows what follows.
     - Lease ids are below the counter, so none is ever given twice.
@@ -40,6 +41,9 @@ def _check_job(state: State, job: Job) -> None:
     if job.phase in ENDED or job.phase is JobPhase.QUEUED:
         _hold(not job.lease_ids, f"job {name} is {job.phase.value} and has published leases")
         _hold(not held, f"job {name} has ended and holds leases")
+    if job.suspension is not None:
+        _hold(job.phase in {JobPhase.STOPPING, JobPhase.QUEUED}, f"job {name} is suspended and {job.phase}")
+        _hold(job.last_commit_s is not None, f"job {name} is suspended without a commit to go on from")
     if job.phase is JobPhase.STOPPING:
         _hold(job.ending is not None, f"job {name} stops without knowing what follows")
     if job.phase in ENDED:
@@ -54,7 +58,8 @@ def _check_job(state: State, job: Job) -> None:
     _hold(len(leases) == job.width, f"job {name} has published leases that do not exist")
     _hold(all(lease.job_id == name for lease in leases), f"job {name} has another job's lease")
     _hold(all(lease.withdrawn_s is None for lease in leases), f"job {name} has a withdrawn lease")
-    _hold(len({lease.gpu_type for lease in leases}) == 1, f"job {name} is on several GPU types")
+    types = {job.column.gpu_type} | ({job.leaving.gpu_type} if job.leaving is not None else set())
+    _hold({lease.gpu_type for lease in leases} <= types, f"job {name} is on a GPU type that is not its own")
 
 
 def _hold(true: bool, otherwise: str) -> None:

@@ -10,22 +10,30 @@ Pause of a generation, in seconds, from the ``resumed`` events of its workers: e
 after the resize of the worker that was first to resume, less the end of the last step before it of the
 worker that was last to stop, less the duration of one step if it is known, at least 0. So it is the time
 in which no worker trained. A start has no pause, since no worker came from a generation before.
+
+Nodes' clocks may be minutes apart: times of different nodes are never compared as they are, see
+:mod:`horowatt_allocator.decisions.timeline`.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-
-import msgspec
 
 from horowatt.records import StreamChunk
 from horowatt_allocator.decisions.deadlines import needed_rate_per_s
 from horowatt_allocator.decisions.draft import Draft
 from horowatt_allocator.decisions.estimates import observe, observe_pause, observed, same_limit
 from horowatt_allocator.decisions.reasons import counted
+from horowatt_allocator.decisions.timeline import (
+    follow,
+    note_event,
+    observe_clock,
+    offset_s,
+    parse_event,
+    pause_kind_of,
+    standstill_of,
+)
 from horowatt_allocator.records.cluster import Gpu
 from horowatt_allocator.records.jobs import (
-    Generation,
     Job,
     JobEstimate,
     JobPhase,
@@ -38,35 +46,36 @@ from horowatt_allocator.records.jobs import (
 EVENTS = "events"
 MAX_TAIL_CHARS = 65_536
 """A line of events that is longer is dropped: tenants write this file."""
-CLOCK_SKEW_S = 2.0
-"""By how much a node's clock may be behind the head's."""
 POWER_SURPRISE = 0.10
 """Relative difference from which a measured power contradicts the plan."""
 
 
-class _Event(msgspec.Struct, frozen=True):
-    kind: str
-    world_size: int | None = None
-    last_step_end_s: float | None = None
-    first_step_end_s: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Counters of all workers and GPUs of a job: sums, and the mean instants they belong to."""
+    """Counters of all workers and GPUs of a job: sums, and the mean instants they belong to.
+
+    Attributes:
+        trained_s: Since the first step at this width, mean of the workers, seconds. Each worker's own
+            times are compared only with each other.
+    """
 
     at_s: float
+    trained_s: float
     samples: int
     energy_at_s: float
     energy_j: float | None
 
 
 def absorb_events(draft: Draft, job_id: str, node: str, streams: Iterable[StreamChunk]) -> None:
-    """Read the ``events`` chunks of a report; those read before are skipped."""
+    """Read the ``events`` chunks of a node's report; those read before are skipped.
+
+    The node's own part of the report must have been taken in before: it dates the report.
+    """
+    job = follow(_with_clock(draft, draft.jobs[job_id], node))
+    lease_ids = {lease.lease_id for lease in draft.leases_of(job_id)}
     for chunk in streams:
         if chunk.stream != EVENTS:
             continue
-        job = draft.jobs[job_id]
         cursor = job.events.get(node, StreamCursor())
         text = _unread(chunk, cursor)
         if text is None:
@@ -76,8 +85,18 @@ def absorb_events(draft: Draft, job_id: str, node: str, streams: Iterable[Stream
         cursor = StreamCursor(next_offset=chunk.next_offset, tail=tail)
         job = replace(job, events={**job.events, node: cursor})
         for line in lines:
-            job = _absorb_line(job, line)
-        draft.put(job)
+            event = parse_event(line)
+            job = job if event is None else note_event(job, node, event, lease_ids, draft.now)
+    draft.put(job)
+
+
+def _with_clock(draft: Draft, job: Job, node: str) -> Job:
+    reporter = draft.nodes.get(node)
+    if reporter is None or reporter.sent_at_s is None or reporter.last_seen_s is None:
+        return job
+    known = job.clocks.get(node)
+    clock = observe_clock(known, reporter.sent_at_s, reporter.last_seen_s)
+    return job if clock is None or clock is known else replace(job, clocks={**job.clocks, node: clock})
 
 
 def measure(draft: Draft, job_id: str) -> None:
@@ -101,31 +120,6 @@ def _unread(chunk: StreamChunk, cursor: StreamCursor) -> str | None:
     return chunk.text.encode()[known:].decode(errors="replace")
 
 
-def _absorb_line(job: Job, line: str) -> Job:
-    try:
-        event = msgspec.json.decode(line, type=_Event)
-    except (msgspec.DecodeError, RecursionError):
-        return job
-    end_s = event.first_step_end_s
-    if event.kind != "resumed" or end_s is None or not math.isfinite(end_s):
-        return job
-    generations = list(job.generations)
-    for index in range(len(generations) - 1, -1, -1):
-        generation = generations[index]
-        if generation.width == event.world_size and generation.published_s <= end_s + CLOCK_SKEW_S:
-            generations[index] = _resumed(generation, end_s, event.last_step_end_s)
-            break
-    return replace(job, generations=tuple(generations))
-
-
-def _resumed(generation: Generation, first_s: float, last_s: float | None) -> Generation:
-    resumed_s = first_s if generation.resumed_s is None else min(generation.resumed_s, first_s)
-    stopped_s = generation.stopped_s
-    if last_s is not None and math.isfinite(last_s):
-        stopped_s = last_s if stopped_s is None else max(stopped_s, last_s)
-    return replace(generation, resumed_s=resumed_s, stopped_s=stopped_s)
-
-
 def _count(job: Job, leases: list[LeaseState]) -> Job:
     """Sum the samples; None as soon as one worker that trained could not count its own."""
     uncountable = any(lease.samples is None and lease.steps > 0 for lease in leases)
@@ -143,18 +137,24 @@ def _count(job: Job, leases: list[LeaseState]) -> Job:
 def _enter_generation(draft: Draft, job: Job, leases: list[LeaseState]) -> Job:
     """Note that all workers train at the published width, and the pause before it once."""
     generation = job.generations[-1]
-    firsts = [lease.first_step_end_s for lease in leases if lease.world_size == job.width]
-    known = [first for first in firsts if first is not None]
+    known = [
+        lease.first_step_end_s + offset_s(job, lease.node)
+        for lease in leases
+        if lease.world_size == job.width and lease.first_step_end_s is not None
+    ]
     if generation.first_step_end_s is None and len(known) == job.width:
         generation = replace(generation, first_step_end_s=min(known))
         draft.decide_because(f"job '{job.spec.name}' trains on {counted(job.width, 'GPU')}")
-    resumed_s, stopped_s = generation.resumed_s, generation.stopped_s
-    is_new = generation.pause_s is None and generation.first_step_end_s is not None
-    if is_new and resumed_s is not None and stopped_s is not None:
-        pause_s = max(0.0, resumed_s - stopped_s - (job.step_s or 0.0))
-        generation = replace(generation, pause_s=pause_s)
-        estimate = draft.estimates.get(job.spec.job_id, JobEstimate())
-        draft.estimates[job.spec.job_id] = observe_pause(estimate, pause_s)
+    job = replace(job, generations=(*job.generations[:-1], generation))
+    standstill = standstill_of(job)
+    if generation.pause_s is not None or generation.first_step_end_s is None or standstill is None:
+        return job
+    pause_s = max(0.0, standstill.seconds_s - (job.step_s or 0.0))
+    generation = replace(
+        generation, pause_s=pause_s, stopped_s=standstill.stopped_s, resumed_s=standstill.resumed_s
+    )
+    estimate = draft.estimates.get(job.spec.job_id, JobEstimate())
+    draft.estimates[job.spec.job_id] = observe_pause(estimate, pause_s, pause_kind_of(job))
     return replace(job, generations=(*job.generations[:-1], generation))
 
 
@@ -162,8 +162,7 @@ def _advance_window(draft: Draft, job: Job, leases: list[LeaseState]) -> Job:
     gpus = [gpu for lease in leases if (gpu := _gpu_of(draft, lease)) is not None]
     reading = _read(job, leases, gpus)
     settled, limit_w = _enforced_limit_w(gpus)
-    firsts = [lease.first_step_end_s or 0.0 for lease in leases]
-    if reading is None or not settled or reading.at_s < max(firsts) + draft.policy.settle_s:
+    if reading is None or not settled or reading.trained_s < draft.policy.settle_s:
         return replace(job, window=None)
     window = job.window
     if (
@@ -189,16 +188,18 @@ def _advance_window(draft: Draft, job: Job, leases: list[LeaseState]) -> Job:
 def _read(job: Job, leases: list[LeaseState], gpus: list[Gpu]) -> _Reading | None:
     """Return the job's counters; None unless every worker trains at the full width and counts."""
     steps_s = [
-        lease.last_step_end_s
+        (lease.first_step_end_s, lease.last_step_end_s)
         for lease in leases
-        if lease.held and lease.world_size == job.width and lease.first_step_end_s is not None
+        if lease.held and lease.world_size == job.width
     ]
-    ends = [end for end in steps_s if end is not None]
+    spans_s = [(first, last) for first, last in steps_s if first is not None and last is not None]
+    ends = [last for _, last in spans_s]
     if len(ends) != job.width or len(gpus) != job.width or any(lease.samples is None for lease in leases):
         return None
     energies = [gpu.energy_j for gpu in gpus]
     return _Reading(
         at_s=sum(ends) / len(ends),
+        trained_s=sum(last - first for first, last in spans_s) / len(spans_s),
         samples=sum(lease.samples or 0 for lease in leases),
         energy_at_s=sum(gpu.sampled_at_s for gpu in gpus) / len(gpus),
         energy_j=None if None in energies else sum(energy or 0.0 for energy in energies),

@@ -30,9 +30,8 @@ def orders(
         node: Name of the node.
         streams: Offsets (bytes) up to which the streams of each job of this node are held, by job id.
         acked_seq: Every interval of this agent up to this one is in the ledger.
-        now: Unix time, seconds; unused while orders depend on the state only.
+        now: Unix time, seconds: a suspension that takes longer than ``resize_deadline_s`` becomes a stop.
     """
-    del now
     here = state.nodes.get(node)
     if here is None:
         return AgentOrders(acked_seq=acked_seq, jobs=(), limits_w={}, report_after_s=REPORT_EVERY_S)
@@ -49,7 +48,8 @@ def orders(
     return AgentOrders(
         acked_seq=acked_seq,
         jobs=tuple(
-            _order(state, here, node, state.jobs[job_id], streams.get(job_id, {})) for job_id in sorted(names)
+            _order(state, here, node, state.jobs[job_id], streams.get(job_id, {}), now)
+            for job_id in sorted(names)
         ),
         limits_w=_limits_w(state, here, leases),
         report_after_s=max(REPORT_EVERY_S, len(state.nodes) / MAX_REPORTS_PER_S),
@@ -77,7 +77,7 @@ def launch_spec(spec: JobSpec) -> LaunchSpec:
     )
 
 
-def _order(state: State, here: Node, node: str, job: Job, streams: Mapping[str, int]) -> JobOrder:
+def _order(state: State, here: Node, node: str, job: Job, streams: Mapping[str, int], now: float) -> JobOrder:
     job_id = job.spec.job_id
     return JobOrder(
         job_id=job_id,
@@ -88,6 +88,12 @@ def _order(state: State, here: Node, node: str, job: Job, streams: Mapping[str, 
         spec=launch_spec(job.spec),
         slots=_slots(state, job),
         streams=dict(streams),
+        suspend=(
+            job.phase is JobPhase.STOPPING
+            and job.ending is JobPhase.QUEUED
+            and job.suspension is not None
+            and now < job.suspension.since_s + state.policy.resize_deadline_s
+        ),
     )
 
 
@@ -125,6 +131,8 @@ def _limits_w(state: State, here: Node, leases: list[LeaseState]) -> dict[str, f
         job, gpu = state.jobs[lease.job_id], gpus.get(lease.gpu_uuid)
         if gpu is None or not gpu.can_set_limit or lease.withdrawn_s is not None:
             continue
-        if job.phase is JobPhase.RUNNING and job.column.limit_w is not None:
-            limits[lease.gpu_uuid] = job.column.limit_w
+        leaves = job.leaving is not None and lease.gpu_type == job.leaving.gpu_type
+        column = job.leaving if leaves and job.leaving is not None else job.column
+        if job.phase is JobPhase.RUNNING and column.limit_w is not None:
+            limits[lease.gpu_uuid] = column.limit_w
     return limits

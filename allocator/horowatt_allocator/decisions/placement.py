@@ -5,7 +5,9 @@ Stable: a job keeps its leases. A job that shrinks gives up its newest slots, th
 launcher first, so that at least one old worker goes on. A job that grows takes free slots where it is
 already, else whole on one node, else over as few nodes as possible. Slots are taken in the order of
 submission; a job whose slots are not all free yet keeps those that are, for itself, and publishes nothing
-until it has them all.
+until it has them all. A job that starts again takes the nodes with its commits first. A job that moves to
+another GPU type adds the new slots beside the old ones, and gives those up once the new workers train. No
+job is given a GPU on which its workers failed a while ago.
 
 Known limitations: jobs are not moved to make room, so a job may span nodes although it would fit on one.
 """
@@ -15,6 +17,15 @@ from dataclasses import dataclass
 
 from horowatt.records import LauncherKind
 from horowatt_allocator.decisions.capacity import Slot, free_slots, leases_by_job
+from horowatt_allocator.decisions.resizing import (
+    avoided_gpus,
+    commit_homes,
+    has_joined,
+    in_flight,
+    outgoing,
+    pending,
+    union_width,
+)
 from horowatt_allocator.records.cluster import State
 from horowatt_allocator.records.jobs import Column, Job, JobPhase, LeaseState
 
@@ -28,6 +39,7 @@ class Layout:
         drop: Leases to be withdrawn.
         add: Slots to be leased.
         num_missing: Slots that are not free yet; nothing is published while there are any.
+        must_stop: True when the job can only move by being suspended; ``add`` is what it would get.
     """
 
     job_id: str
@@ -35,6 +47,7 @@ class Layout:
     drop: tuple[str, ...] = ()
     add: tuple[Slot, ...] = ()
     num_missing: int = 0
+    must_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +66,24 @@ def place(state: State, targets: Mapping[str, Column], now: float) -> Placement:
         now: Unix time, seconds.
     """
     shrinking, growing = [], []
+    layouts: list[Layout] = []
     for job_id, column in targets.items():
         job = state.jobs[job_id]
-        if job.phase is JobPhase.RUNNING and 0 < column.width < job.width:
+        old = outgoing(job, state.leases) if job.phase is JobPhase.RUNNING else []
+        if old and len(old) < job.width:
+            layouts += _arrive(job, state.leases, [lease.lease_id for lease in old])
+        elif old:
+            growing.append(job)
+        elif job.phase is JobPhase.RUNNING and 0 < column.width < job.width:
             shrinking.append(job)
         elif job.phase in {JobPhase.QUEUED, JobPhase.RUNNING} and column.width > job.width:
             growing.append(job)
-    layouts = [_shrink(job, state.leases, targets[job.spec.job_id].width) for job in shrinking]
+    layouts += [_shrink(job, state.leases, targets[job.spec.job_id].width) for job in shrinking]
     if growing:
         free = free_slots(state, now)
         held = leases_by_job(state.leases)
         for job in sorted(growing, key=lambda job: (job.spec.submitted_at_s, job.spec.job_id)):
-            layout, free = _grow(job, held.get(job.spec.job_id, []), targets[job.spec.job_id], free)
+            layout, free = _grow(job, held.get(job.spec.job_id, []), targets[job.spec.job_id], free, now)
             layouts.append(layout)
     return Placement(layouts=tuple(layouts))
 
@@ -94,23 +113,42 @@ def _shrink(job: Job, leases: Mapping[str, LeaseState], width: int) -> Layout:
 def _by_expendability(job: Job, lease_ids: list[str], leases: Mapping[str, LeaseState]) -> list[str]:
     """Return leases in the order in which they are given up.
 
-    An attached job's ranks are ``0..n-1`` of each host, so there the highest positions must go first.
+    Those whose workers have not joined yet go before all others. An attached job's ranks are ``0..n-1`` of
+    each host, so there the highest positions must go first.
     """
+    waiting = {lease.lease_id for lease in pending(job, leases)}
 
-    def key(lease_id: str) -> tuple[bool, int, int, str]:
+    def key(lease_id: str) -> tuple[bool, bool, int, int, str]:
         lease = leases[lease_id]
+        at_home = lease.node == job.home_node
         if job.spec.launcher is LauncherKind.ATTACHED:
-            return (lease.node == job.home_node, -lease.slot_index, -lease.generation, lease_id)
-        return (lease.node == job.home_node, -lease.generation, -lease.slot_index, lease_id)
+            return (True, at_home, -lease.slot_index, -lease.generation, lease_id)
+        return (lease_id not in waiting, at_home, -lease.generation, -lease.slot_index, lease_id)
 
     return sorted(lease_ids, key=key)
 
 
-def _grow(job: Job, held: list[LeaseState], column: Column, free: list[Slot]) -> tuple[Layout, list[Slot]]:
-    wanted = column.width - job.width
-    usable = [slot for slot in free if slot.gpu.gpu_type == column.gpu_type]
-    homes = {lease.node for lease in held if lease.withdrawn_s is None}
-    chosen = _choose(usable, wanted, homes, job.home_node)
+def _arrive(job: Job, leases: Mapping[str, LeaseState], old: list[str]) -> list[Layout]:
+    """Return the layout without the slots that a moving job leaves, once all its new workers train."""
+    new = [lease_id for lease_id in job.lease_ids if lease_id not in old]
+    legal = [width for width in job.spec.legal_widths if width <= len(new)]
+    if in_flight(job) or not legal or not all(has_joined(job, leases[lease_id]) for lease_id in new):
+        return []
+    return [without(job, leases, old, legal[-1])]
+
+
+def _grow(
+    job: Job, held: list[LeaseState], column: Column, free: list[Slot], now: float
+) -> tuple[Layout, list[Slot]]:
+    moves = any(lease.gpu_type != column.gpu_type for lease in held if lease.withdrawn_s is None)
+    union = union_width(job, column.width) if moves else None
+    wanted = (union or column.width) if moves else column.width - job.width
+    avoided = avoided_gpus(job, now)
+    usable = [slot for slot in free if slot.gpu.gpu_type == column.gpu_type and slot.gpu.uuid not in avoided]
+    homes = [lease.node for lease in held if lease.withdrawn_s is None]
+    if job.phase is JobPhase.QUEUED:
+        homes = list(commit_homes(job))
+    chosen = _choose(usable, wanted, set(homes), job.home_node or next(iter(homes), None))
     taken = {(slot.node, slot.gpu.uuid) for slot in chosen}
     rest = [slot for slot in free if (slot.node, slot.gpu.uuid) not in taken]
     layout = Layout(
@@ -118,6 +156,7 @@ def _grow(job: Job, held: list[LeaseState], column: Column, free: list[Slot]) ->
         keep=job.lease_ids,
         add=tuple(chosen),
         num_missing=wanted - len(chosen),
+        must_stop=moves and union is None,
     )
     return layout, rest
 

@@ -12,8 +12,23 @@ from horowatt_allocator.decisions.columns import (
     predictor_for,
 )
 from horowatt_allocator.decisions.deadlines import needed_rate_per_s
-from horowatt_allocator.decisions.estimates import Predictor, expected_pause_s, idle_w, same_limit
+from horowatt_allocator.decisions.estimates import (
+    Predictor,
+    expected_pause_s,
+    idle_w,
+    pause_kind,
+    same_limit,
+)
 from horowatt_allocator.decisions.problem import Candidate, JobChoice, Problem
+from horowatt_allocator.decisions.resizing import (
+    can_move,
+    held_type,
+    is_union,
+    overlap,
+    stop_cost_s,
+    union_width,
+    waits_since_s,
+)
 from horowatt_allocator.records.cluster import State
 from horowatt_allocator.records.jobs import Column, Job, JobPhase
 
@@ -36,7 +51,7 @@ def pose(state: State, types: Mapping[str, GpuType], jobs: Sequence[Job], now: f
         jobs: :func:`active_jobs` of the state.
         now: Unix time, seconds.
     """
-    names = {job.spec.job_id: _usable_types(job, types) for job in jobs}
+    names = {job.spec.job_id: _usable_types(job, state, types) for job in jobs}
     weights = {job.spec.job_id: _weight(job, state) for job in jobs}
     demand = dict.fromkeys(types, 0.0)
     for job_id, weight in weights.items():
@@ -48,16 +63,27 @@ def pose(state: State, types: Mapping[str, GpuType], jobs: Sequence[Job], now: f
         own_share = {name: weights[job_id] / demand[name] for name in names[job_id]}
         fair_width = sum(share * types[name].num_gpus for name, share in own_share.items())
         choices.append(_choice(job, state, types, now, names[job_id], weights[job_id], fair_width))
+    gpus = {name: gpu_type.num_gpus for name, gpu_type in types.items()}
+    quotas = {
+        name: tenant.gpu_quota
+        for name, tenant in state.tenants.items()
+        if tenant.gpu_quota is not None and any(choice.tenant == name for choice in choices)
+    }
+    overlaps = overlap(state)
+    for job_id, (count, _) in overlaps.items():
+        job = state.jobs[job_id]
+        gpu_type = held_type(job, state.leases)
+        if gpu_type in gpus:
+            gpus[gpu_type] -= count
+        if job.spec.tenant in quotas:
+            quotas[job.spec.tenant] -= count
+    idle = sum(gpu_type.num_gpus * idle_w(gpu_type.gpu) for gpu_type in types.values())
     return Problem(
         jobs=tuple(choices),
-        gpus={name: gpu_type.num_gpus for name, gpu_type in types.items()},
-        idle_w=sum(gpu_type.num_gpus * idle_w(gpu_type.gpu) for gpu_type in types.values()),
+        gpus=gpus,
+        idle_w=idle + sum(watts for _, watts in overlaps.values()),
         cap_w=state.policy.cap_w,
-        quotas={
-            name: tenant.gpu_quota
-            for name, tenant in state.tenants.items()
-            if tenant.gpu_quota is not None and any(choice.tenant == name for choice in choices)
-        },
+        quotas=quotas,
         objective=state.policy.objective,
         alpha=state.policy.alpha,
         horizon_s=state.policy.horizon_s,
@@ -77,38 +103,61 @@ def _choice(
     predictors = {name: predictor_for(job, state, types[name]) for name in names}
     measured = not all(column.nominal or column.width == 0 for column in columns)
     can_run = any(column.width > 0 for column in columns)
-    waited_s = now - job.spec.submitted_at_s
-    impatient = job.spec.deadline_s is not None or waited_s >= state.policy.max_wait_s
+    if job.phase is JobPhase.QUEUED:
+        impatient = can_run and now - waits_since_s(job) >= state.policy.max_wait_s
+    else:
+        # Who waited long runs as long before it is suspended, so that jobs take turns and do not thrash.
+        impatient = now < (job.attempt_s or 0.0) + min(job.waited_s, state.policy.max_wait_s)
     return JobChoice(
         job_id=job.spec.job_id,
         tenant=job.spec.tenant,
         weight=weight,
         fair_rate_per_s=fair_rate_per_s(job, state, types, names, fair_width),
-        candidates=tuple(_candidate(job, state, predictors, column) for column in columns),
+        candidates=tuple(_candidate(job, state, predictors, column, now) for column in columns),
         present=job.column,
         needed_rate_per_s=needed_rate_per_s(job, now) if measured else None,
-        must_run=job.phase is JobPhase.QUEUED and can_run and impatient,
+        must_run=impatient or (can_run and job.spec.deadline_s is not None),
     )
 
 
-def _candidate(job: Job, state: State, predictors: Mapping[str, Predictor], column: Column) -> Candidate:
-    predictor = predictors.get(column.gpu_type or "")
-    planned = column.rate_per_s if predictor is None else predictor.planned_rate_per_s(column)
-    pause_s = 0.0
-    if job.phase is JobPhase.RUNNING and column.width != job.width:
-        estimate = state.estimates.get(job.spec.job_id, NOTHING_MEASURED)
-        pause_s = expected_pause_s(estimate, state.policy)
-    elif job.phase is JobPhase.RUNNING and not same_limit(column.limit_w, job.column.limit_w):
-        pause_s = LIMIT_CHANGE_S
-    return Candidate(column=column, planned_rate_per_s=planned, pause_s=pause_s)
+def _candidate(
+    job: Job, state: State, predictors: Mapping[str, Predictor], column: Column, now: float
+) -> Candidate:
+    def planned(of: Column) -> float:
+        predictor = predictors.get(of.gpu_type or "")
+        return of.rate_per_s if predictor is None else predictor.planned_rate_per_s(of)
+
+    if job.phase is not JobPhase.RUNNING:
+        return Candidate(column=column, planned_rate_per_s=planned(column))
+    estimate = state.estimates.get(job.spec.job_id, NOTHING_MEASURED)
+    if column.width == 0:
+        stop_s = stop_cost_s(job, estimate, state.policy, now)
+        return Candidate(column=column, planned_rate_per_s=planned(job.column), pause_s=stop_s)
+    if column.gpu_type != held_type(job, state.leases) and not is_union(job, state.leases):
+        rate = planned(column)
+        if all(o.gpu_type != column.gpu_type for o in estimate.observations):
+            # A type is not worth a move for what is only assumed of it.
+            rate = min(rate, column.low_rate_per_s)
+        if union_width(job, column.width) is None:
+            pause_s = stop_cost_s(job, estimate, state.policy, now)
+        else:
+            pause_s = 2 * expected_pause_s(estimate, state.policy)
+        return Candidate(column=column, planned_rate_per_s=rate, pause_s=pause_s)
+    if column.width == job.width or is_union(job, state.leases):
+        pause_s = 0.0 if same_limit(column.limit_w, job.column.limit_w) else LIMIT_CHANGE_S
+    else:
+        pause_s = expected_pause_s(estimate, state.policy, pause_kind(job, column.width))
+    return Candidate(column=column, planned_rate_per_s=planned(column), pause_s=pause_s)
 
 
-def _usable_types(job: Job, types: Mapping[str, GpuType]) -> tuple[str, ...]:
-    """Return the types a job competes for: a running one only for the type that it is on."""
-    present = job.column.gpu_type
-    if job.phase is JobPhase.RUNNING and present is not None and present in types:
-        return (present,)
-    return allowed_types(job, types)
+def _usable_types(job: Job, state: State, types: Mapping[str, GpuType]) -> tuple[str, ...]:
+    """Return the types a job competes for: one that cannot move only for the type that it is on."""
+    present = held_type(job, state.leases) or job.column.gpu_type
+    if job.phase is JobPhase.RUNNING and present in types and not can_move(job):
+        return (present,) if present is not None else ()
+    accepted = allowed_types(job, types)
+    own = [present] if present in types and present is not None and present not in accepted else []
+    return (*own, *accepted)
 
 
 def _weight(job: Job, state: State) -> float:

@@ -4,6 +4,7 @@
 Every coefficient is an amount over one horizon ``H`` (seconds); nothing here is a rate of value.
 
     gain_jc   = w_j (H - pause_jc) u(rate_jc / fair_j)            s of training at the fair share
+              = -w_j pause_jc u(rate_jc / fair_j)                 of waiting, at the rate that is given up
     joules_jc = H marginal_w_jc                                    J above idle
     u(x)      = x                      throughput
               = log(1 + x)             proportional-fair, balanced
@@ -14,7 +15,8 @@ Every coefficient is an amount over one horizon ``H`` (seconds); nothing here is
 where * is the plan of alpha = 0. A pause is charged as training that does not happen while the GPUs are
 held. Worst behaviour: ``throughput`` lets jobs that scale starve jobs that do not, ``proportional-fair``
 spends any number of joules on a little rate, ``balanced`` with alpha near 1 makes every job wait
-until its wait is over. Waiting is worth 0 in all of them, every other column more, or nobody would start.
+until its wait is over. Waiting is worth 0 in all of them, every other column more, or nobody would start; to
+a running job it costs what is lost by stopping and starting again.
 
 Elastic rows and their prices, in units of the best single column: a watt, a GPU or a slot of quota
 that is not there, :data:`ROW_PRICE`; a deadline that will be missed, :data:`DEADLINE_PRICE` times between
@@ -46,7 +48,8 @@ class Candidate:
     """A column with what the program needs beside it.
 
     Attributes:
-        planned_rate_per_s: Rate that may be counted on; the mean, or less beyond what was measured.
+        planned_rate_per_s: Rate that may be counted on; the mean, or less beyond what was measured. Of
+            waiting: the rate that a running job gives up.
         pause_s: Training lost by taking this column instead of the present one.
     """
 
@@ -82,8 +85,8 @@ class Problem:
     """One round of the program. Jobs are in the order of their submission.
 
     Attributes:
-        gpus: GPUs by type.
-        idle_w: Idle power of all of them.
+        gpus: GPUs by type, without those that moving jobs are leaving.
+        idle_w: Idle power of all of them, and what moving jobs draw beyond their columns.
         cap_w: Power cap of all of them, idle included, or None.
         quotas: Most slots by tenant; tenants without one are not named.
     """
@@ -151,11 +154,14 @@ def rows_of(problem: Problem) -> tuple[Row, ...]:
 
 def gain_s(problem: Problem, job: JobChoice, candidate: Candidate) -> float:
     """Return the weighted training that a candidate gives over the horizon, s at the fair share."""
-    if candidate.column.width == 0 or job.fair_rate_per_s <= 0:
+    if job.fair_rate_per_s <= 0:
         return 0.0
     share = candidate.planned_rate_per_s / job.fair_rate_per_s
     worth = share if problem.objective is Objective.THROUGHPUT else math.log1p(share)
-    return job.weight * max(0.0, problem.horizon_s - candidate.pause_s) * worth
+    trains_s = max(0.0, problem.horizon_s - candidate.pause_s)
+    if candidate.column.width == 0:
+        trains_s = -min(problem.horizon_s, candidate.pause_s)
+    return job.weight * trains_s * worth
 
 
 def joules_j(problem: Problem, candidate: Candidate) -> float:

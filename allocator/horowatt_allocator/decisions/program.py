@@ -86,7 +86,7 @@ def _scale(problem: Problem, choice: list[int]) -> Scale:
     chosen = [(job, job.candidates[index]) for job, index in zip(problem.jobs, choice, strict=True)]
     gain = sum(gain_s(problem, job, candidate) for job, candidate in chosen)
     joules = sum(joules_j(problem, candidate) for _, candidate in chosen)
-    return Scale(problem.alpha, gain or float("inf"), joules or float("inf"))
+    return Scale(problem.alpha, gain if gain > 0 else float("inf"), joules or float("inf"))
 
 
 def _best(problem: Problem, scale: Scale, time_limit_s: float) -> _Found:

@@ -39,7 +39,12 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as last reported. Limits are None where NVML has none."""
+    """One GPU as last reported. Limits are None where NVML has none.
+
+    Attributes:
+        busy: Why its node says that it must not be granted now; empty when it may.
+        busy_since_s: Since when, by the head's clock; None when it may be granted.
+    """
 
     uuid: str
     nvml_index: int
@@ -55,6 +60,8 @@ class Gpu:
     can_set_limit: bool
     lost: bool
     sampled_at_s: float
+    busy: str = ""
+    busy_since_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +122,17 @@ class Policy:
         horizon_s: H of the program.
         cap_w: Power cap of all GPUs, idle included; None for no cap.
         limit_steps: Power limits offered to a job, as shares of the GPU's highest limit.
-        dwell_s: Least time between two resizes of one job, unless it starts, ends or must.
+        dwell_s: Least time between two resizes of one job, unless it starts, ends or must; also between
+            its start and its suspension, and before a suspended job starts again.
         settle_s: Training after a resize that is not measured yet.
         window_s: Length of a measuring window.
         agent_timeout_s: Silence after which a node counts as gone.
         decide_every_s: A decision is made at least this often.
-        max_restarts: How often a job that was lost (not failed) is started again.
+        max_restarts: How often a job that was lost (not failed) is started again within
+            ``restart_window_s``.
+        restart_window_s: Losses longer ago than this are forgiven.
+        restart_backoff_s: Wait before the first restart; doubles with each loss in the window.
+        resize_deadline_s: Time in which new workers must join, and a suspended job must have stopped.
         prior_efficiency: Prior of rate(2w) / (2·rate(w)).
         prior_pause_s: Pause assumed before one was measured.
         max_wait_s: A job that could run and has waited longer must run at the next decision.
@@ -138,6 +150,9 @@ class Policy:
     agent_timeout_s: float = 30.0
     decide_every_s: float = 30.0
     max_restarts: int = 3
+    restart_window_s: float = 3600.0
+    restart_backoff_s: float = 5.0
+    resize_deadline_s: float = 600.0
     prior_efficiency: float = 0.9
     prior_pause_s: float = 5.0
     max_wait_s: float = 600.0

@@ -160,9 +160,9 @@ class Generation:
         ended_s: When the next generation was published or the job ended.
         samples: Samples trained in it; None when they cannot be counted.
         samples_before: Samples of the job when it was published; None when not countable.
-        stopped_s: End of the last step before the resize, of the last worker to stop; None when
-            no worker went on from the generation before.
-        resumed_s: End of the first step after the resize, of the first worker to resume.
+        stopped_s: End of the last step before the resize, of the last worker to stop, by the head's
+            clock; None when no worker went on from the generation before.
+        resumed_s: End of the first step after the resize, of the first worker to resume, likewise.
     """
 
     number: int
@@ -177,6 +177,110 @@ class Generation:
     samples_before: int | None = None
     stopped_s: float | None = None
     resumed_s: float | None = None
+
+
+class ResizePhase(StrEnum):
+    """What is noted of a resize (or a start), in the order in which it normally happens."""
+
+    GRANTED = "granted"
+    """The launcher saw the slots."""
+    STANDBY_STARTED = "standby-started"
+    STANDBY_READY = "standby-ready"
+    STANDBY_FAILED = "standby-failed"
+    COMMITTED = "committed"
+    """The state was written because of the publication."""
+    PUBLISHED = "published"
+    """The launcher gave the slots to Horovod: from here on there is no way back but a commit."""
+    STOPPED = "stopped"
+    """End of the last step before it."""
+    INTERRUPTED = "interrupted"
+    """A worker saw the change in its ``commit()``."""
+    RESTARTED = "world-restarted"
+    """The launcher gave up the join and restarted the world from the durable commit."""
+    ASSIGNED = "assigned"
+    """All workers that stay have come back, and Horovod gave out the ranks."""
+    WORLD = "world"
+    """Rendezvous done: ``hvd.init`` returned."""
+    SYNCED = "synced"
+    """``state.sync()`` returned."""
+    RESUMED = "resumed"
+    """End of the first step after it."""
+    LEFT = "left"
+    """A worker whose lease was taken back has gone, orderly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseMark:
+    """When something of a resize was noted, first and last, among the workers of one node.
+
+    Attributes:
+        node: By whose clock; empty means the head's.
+        count: How often it was noted.
+        last_lease_id: Who noted it last; empty when it was not a worker.
+    """
+
+    phase: ResizePhase
+    node: str
+    first_s: float
+    last_s: float
+    count: int = 1
+    last_lease_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """How one generation came about, as launcher and workers noted it in the job's events.
+
+    Attributes:
+        number: Of the generation.
+        decided_s: When the head published the slots, by its own clock.
+        width_before: Width of the generation before; 0 when this is a start.
+        marks: By the clocks of their nodes while it is the latest one, by the head's afterwards.
+        clocks_s: What had to be added to the times of nodes whose clock was clearly off, once ``marks``
+            are by the head's clock, seconds.
+        cold: True when new workers start only at publication, False when standbys were started;
+            None when neither is known.
+        code: Stable code of what went wrong, else empty.
+        why: What went wrong, else empty.
+    """
+
+    number: int
+    decided_s: float
+    width: int
+    width_before: int
+    marks: tuple[PhaseMark, ...] = ()
+    clocks_s: Mapping[str, float] = field(default_factory=dict)
+    cold: bool | None = None
+    code: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeClock:
+    """How far a node's clock is from the head's, from its latest few dozen reports.
+
+    A report's way only ever makes the difference between sending and receiving larger, so the smallest
+    one is nearest to the truth.
+
+    Attributes:
+        earlier_s, recent_s: Smallest difference head minus node, of two stretches of reports.
+        num_recent: Reports in the recent stretch.
+        num_late: Reports in a row that were clearly later than both: the clock was set back.
+        late_s: Smallest difference of those.
+        sent_at_s: When the latest report was sent, by the node's clock.
+    """
+
+    earlier_s: float
+    recent_s: float
+    num_recent: int
+    num_late: int = 0
+    late_s: float = 0.0
+    sent_at_s: float = 0.0
+
+    @property
+    def offset_s(self) -> float:
+        """What to add to the node's times to have the head's, seconds."""
+        return min(self.earlier_s, self.recent_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +317,32 @@ class LeaseState:
     last_step_end_s: float | None = None
     exit_code: int | None = None
     died_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFailure:
+    """Workers of one job that failed on one GPU before they joined.
+
+    Attributes:
+        count: In a row; forgotten once one joins.
+        until_s: The job is not given the GPU before this, Unix seconds.
+    """
+
+    count: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspension:
+    """A job that was stopped to go on later.
+
+    Attributes:
+        since_s: When it was told to stop, Unix seconds.
+        why: For what, as the end of a sentence.
+    """
+
+    since_s: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +402,22 @@ class Job:
         launcher_alive: False once the home node said that the launcher ended.
         generation_applied: Latest generation that the launcher said its workers train at.
         events: How far the ``events`` stream was read, by node.
+        resizes: How its latest generations came about, oldest first; a few dozen are kept.
+        clocks: Clocks of its nodes against the head's, by node.
+        cold: Why its new workers start cold (without standbys), as the launcher says; else empty.
+        num_commits: Durable commits that the head heard of.
+        last_commit_s: When the head last heard of a durable commit (a ``committed`` event), by its own
+            clock; None if the script never made one.
+        suspension: Since it was told to stop, until it starts again; else None.
+        attempt_s: When the present attempt was published; None before the first.
+        waited_s: How long it had waited when it was published.
+        losses_s: When it was lost, within the policy's ``restart_window_s``.
+        not_before_s: It is not started before this, Unix seconds; 0 when nothing speaks against it.
+        commit_nodes: Where its durable commits lie: the launcher's last node, then the others.
+        leaving: The column it is moving away from, while it moves to another GPU type.
+        growth_failures: Growths in a row whose new workers did not join.
+        grow_not_before_s: It is not grown before this, Unix seconds.
+        failed_gpus: Where its workers failed before they joined, by GPU UUID.
     """
 
     spec: JobSpec
@@ -299,6 +445,21 @@ class Job:
     launcher_alive: bool = False
     generation_applied: int = 0
     events: Mapping[str, StreamCursor] = field(default_factory=dict)
+    resizes: tuple[Resize, ...] = ()
+    clocks: Mapping[str, NodeClock] = field(default_factory=dict)
+    cold: str = ""
+    num_commits: int = 0
+    last_commit_s: float | None = None
+    suspension: Suspension | None = None
+    attempt_s: float | None = None
+    waited_s: float = 0.0
+    losses_s: tuple[float, ...] = ()
+    not_before_s: float = 0.0
+    commit_nodes: tuple[str, ...] = ()
+    leaving: Column | None = None
+    growth_failures: int = 0
+    grow_not_before_s: float = 0.0
+    failed_gpus: Mapping[str, GpuFailure] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
@@ -323,6 +484,16 @@ class Job:
         return max(0, total - (self.samples or 0))
 
 
+class PauseKind(StrEnum):
+    """Resizes whose pauses are alike."""
+
+    GROW_WARM = "grow-warm"
+    """New workers had been waiting as standbys."""
+    GROW_COLD = "grow-cold"
+    """New workers had to start first."""
+    SHRINK = "shrink"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """One measured point of a job: what a column really gave.
@@ -343,7 +514,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEstimate:
-    """What was measured of a job, newest last, one entry per (type, width, limit)."""
+    """What was measured of a job, newest last, one entry per (type, width, limit).
+
+    Attributes:
+        pauses_s: Pauses of all resizes together.
+        kind_pauses_s: The same by kind of resize.
+    """
 
     observations: tuple[Observation, ...] = ()
     pauses_s: tuple[float, ...] = field(default=())
+    kind_pauses_s: Mapping[PauseKind, tuple[float, ...]] = field(default_factory=dict)

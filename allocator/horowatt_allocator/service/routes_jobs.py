@@ -23,6 +23,7 @@ from horowatt_allocator.service.views import (
     SCHEMA_VERSION,
     Document,
     find_job,
+    job_details,
     job_explanation,
     job_view,
     listing,
@@ -187,5 +188,5 @@ def _log_document(page: LogPage, *, ended: bool) -> Document:
 
 def _one(services: Services, job_id: str) -> Document:
     state = services.core.state
-    view = job_view(state, state.jobs[job_id], services.core.store.job_energy_j(job_id))
+    view = job_details(state, state.jobs[job_id], services.core.store.job_energy_j(job_id))
     return {"schema_version": SCHEMA_VERSION, **view}

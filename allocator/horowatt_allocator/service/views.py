@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from horowatt.errors import InvalidInput, NotFound
+from horowatt_allocator.decisions.capacity import withheld
 from horowatt_allocator.decisions.columns import columns_for
+from horowatt_allocator.decisions.estimates import expected_pause_s
+from horowatt_allocator.decisions.timeline import CLOCK_OFF_S, offset_s, resize_stories
 from horowatt_allocator.records.cluster import Decision, Gpu, Node, State, Told
-from horowatt_allocator.records.jobs import ENDED, Column, Generation, Job
+from horowatt_allocator.records.jobs import ENDED, Column, Generation, Job, JobEstimate, PauseKind
 from horowatt_allocator.service.identity import Caller
 
 SCHEMA_VERSION = 1
@@ -115,8 +118,24 @@ def job_view(state: State, job: Job, energy_j: float | None) -> Document:
         "flexibility": spec.flexibility,
         "pauses_s": [generation.pause_s for generation in job.generations],
         "generations": [_generation(generation) for generation in job.generations],
+        "cold": job.cold or None,
+        "last_commit_s": job.last_commit_s,
+        "num_commits": job.num_commits,
+        "suspended_since_s": job.suspension.since_s if job.suspension else None,
+        "suspended_why": job.suspension.why if job.suspension else None,
+        "not_before_s": job.not_before_s or None,
+        "grow_not_before_s": job.grow_not_before_s or None,
+        "moving_from": job.leaving.gpu_type if job.leaving else None,
         "job_dir": job_dir,
         "discovery_script": None if job_dir is None else f"{job_dir}/discover.sh",
+    }
+
+
+def job_details(state: State, job: Job, energy_j: float | None) -> Document:
+    """Return one job with the timeline of its latest resizes, which lists of jobs leave out."""
+    return {
+        **job_view(state, job, energy_j),
+        "resizes": [asdict(story) for story in resize_stories(job)],
     }
 
 
@@ -167,7 +186,7 @@ def job_explanation(
     position = next((n for n, other in enumerate(queued, start=1) if other is job), None)
     return {
         "schema_version": SCHEMA_VERSION,
-        "job": job_view(state, job, energy_j),
+        "job": job_details(state, job, energy_j),
         "reason": {"code": job.reason.code, "sentence": job.reason.sentence},
         "queue_position": position,
         "queue_length": len(queued),
@@ -178,6 +197,9 @@ def job_explanation(
         ],
         "observations": [] if estimate is None else [asdict(item) for item in estimate.observations],
         "pauses_s": [] if estimate is None else list(estimate.pauses_s),
+        "expected_pauses_s": {
+            kind.value: expected_pause_s(estimate or JobEstimate(), state.policy, kind) for kind in PauseKind
+        },
         "story": [
             {"at_s": told.at_s, "code": told.reason.code, "sentence": told.reason.sentence} for told in story
         ],
@@ -270,11 +292,13 @@ def node_view(state: State, node: Node, caller: Caller | None, now_s: float) -> 
         for lease in state.leases.values()
         if lease.node == node.spec.name and lease.released_s is None
     }
+    reasons = withheld(state, now_s)
     return {
         "name": node.spec.name,
         "address": node.spec.address,
         "state": node_state(node),
         "last_seen_s": node.last_seen_s,
+        "clock_off_s": _clock_off_s(state, node),
         "silent_for_s": None if node.last_seen_s is None else max(0.0, now_s - node.last_seen_s),
         "isolated": node.isolated,
         "expected_gpus": node.spec.num_gpus,
@@ -282,8 +306,30 @@ def node_view(state: State, node: Node, caller: Caller | None, now_s: float) -> 
         "simulated": node.spec.simulated or any(gpu.simulated for gpu in node.gpus),
         "run_dir": node.notes.get("run_dir") if caller is not None else None,
         "notes": notes if caller is not None and caller.operator else {},
-        "gpus": [_gpu_view(state, gpu, holders.get(gpu.uuid), caller) for gpu in node.gpus],
+        "gpus": [
+            {
+                **_gpu_view(state, gpu, holders.get(gpu.uuid), caller),
+                "withheld": reasons.get((node.spec.name, gpu.uuid)),
+            }
+            for gpu in node.gpus
+        ],
     }
+
+
+def _clock_off_s(state: State, node: Node) -> float | None:
+    """Return by how much a node's clock is behind the head's (ahead: below 0), seconds.
+
+    None when it has not reported, or when it is not off by more than a second. Its jobs know it best;
+    the latest report alone can only say too much.
+    """
+    if node.last_seen_s is None or node.sent_at_s is None:
+        return None
+    name = node.spec.name
+    known = [
+        offset_s(job, name) for job in state.jobs.values() if job.phase not in ENDED and name in job.clocks
+    ]
+    off_s = min([node.last_seen_s - node.sent_at_s, *known])
+    return off_s if abs(off_s) > CLOCK_OFF_S else None
 
 
 def node_state(node: Node) -> str:

@@ -39,13 +39,11 @@ class ForeignProcess:
 
     Attributes:
         uid: Its user; None when this node does not see the process, as in another container.
-        user: Name of the user, or empty.
         memory_bytes: None when the driver does not tell.
     """
 
     pid: int
     uid: int | None
-    user: str
     memory_bytes: int | None
 
 
@@ -129,7 +127,8 @@ class Gate:
         if not glance.foreign:
             return ""
         largest = max(glance.foreign, key=lambda process: (process.memory_bytes or 0, -process.pid))
-        whose = f" of user {largest.user}" if largest.user else " that this node does not see"
+        # Whose it is, is not said: other tenants read this.
+        whose = "" if largest.uid is not None else " that this node does not see"
         verb = "still uses" if largest.uid in self._left_uids else "uses"
         amount = "it" if largest.memory_bytes is None else f"{largest.memory_bytes / _GIB:.1f} GiB"
         more = f", and {len(glance.foreign) - 1} more" if len(glance.foreign) > 1 else ""

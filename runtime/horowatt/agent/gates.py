@@ -5,8 +5,6 @@ Known limitation: a process of a job's worker that has closed the lease's lock a
 tree (a daemon) is taken for a foreign one, rightly so once the lease has ended.
 """
 
-import functools
-import pwd
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,17 +184,6 @@ def _foreign(
             own.add(identity)
         elif uid is not None or not held:
             # In a container the driver may name the worker by a number that means nothing here.
-            user = _user_name(uid) if uid is not None else ""
-            found.append(
-                ForeignProcess(pid=process.pid, uid=uid, user=user, memory_bytes=process.memory_bytes)
-            )
+            found.append(ForeignProcess(pid=process.pid, uid=uid, memory_bytes=process.memory_bytes))
     watched.own = own
     return tuple(found)
-
-
-@functools.lru_cache(maxsize=1024)
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -69,9 +69,19 @@ FIXES = (
     ),
     Fix(
         "closed-rendezvous",
-        "runner.http.http_server.RendezvousServer, runner.http.http_client, common/gloo/http_store.cc",
-        "the rendezvous server listens on every interface, answers everybody and unpickles what it is sent "
-        "(CVE-2024-10190, CVE-2026-31234); see horowatt.elastic.rendezvous",
+        "runner.http.http_server, runner.http.http_client, common/gloo/http_store.cc",
+        "anybody who reaches the port reads keys, records READY and has pickles run (CVE-2024-10190, "
+        "CVE-2026-31234); see horowatt.elastic.rendezvous",
+    ),
+    Fix(
+        "closed-notifications",
+        "runner.common.util.network.BasicService",
+        "it listens on every interface, takes any length, and a silent stranger keeps a worker from ending",
+    ),
+    Fix(
+        "port-range",
+        "runner.util.network.find_port, gloo/transport/tcp/pair.cc",
+        "ports are random, so no firewall can let them through",
     ),
     Fix(
         "gloo-timeout",
@@ -106,6 +116,12 @@ FIXES = (
         "torch.mpi_ops, torch.elastic.run",
         "all workers stop while a new one imports and sets itself up, and die with it when it fails; see "
         "horowatt.elastic.standby",
+    ),
+    Fix(
+        "saved-state-apart",
+        "torch.elastic.state.OptimizerStateHandler.restore",
+        "load_state_dict keeps the saved tensors themselves, so training after a restore changes the saved "
+        "state; see horowatt.elastic.commit_state",
     ),
     Fix(
         "durable-commits",
@@ -207,6 +223,13 @@ def make_driver(
             return pending
 
     return RenotifyingDriver(server, discovery, min_width, max_width, reset_limit=None, cooldown_range=None)
+
+
+def release_waiting(driver: Any) -> None:
+    """Let go of the threads that answer workers of a world whose workers have all ended."""
+    barrier = driver._worker_registry._barrier  # noqa: SLF001 - there is no other way to it
+    if barrier is not None:
+        barrier.abort()
 
 
 # ---------------------------------------------------------------------------------------- workers

@@ -181,7 +181,8 @@ class Launcher:
             return None
         address = self._own_address()
         token = rendezvous.new_token()
-        server = rendezvous.make_server(address, token, self._ports())
+        ports = self._ports()
+        server = rendezvous.make_server(address, token, ports)
         self._driver = horovod_fixes.make_driver(
             server,
             self._discovery,
@@ -194,6 +195,7 @@ class Launcher:
         port = server.start(create_rendezvous_handler(self._driver))
         always = {
             rendezvous.TOKEN_VARIABLE: token,
+            **({rendezvous.PORTS_VARIABLE: f"{ports[0]}-{ports[-1]}"} if ports else {}),
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_ELASTIC": "1",
@@ -246,6 +248,7 @@ class Launcher:
             restarts=len(self._restarts_s),
         )
         self._end_all(RESTART_GRACE_S)
+        horovod_fixes.release_waiting(self._driver)
         self._disconnect()
         self._trained_before = self._trained_before or any(
             self._workers.progress(worker)[0] for worker in self._workers.all()

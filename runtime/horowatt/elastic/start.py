@@ -99,6 +99,8 @@ _EXIT_CODES = {
     "HW-JOB-001": EXIT_MISSING,
     "HW-JOB-002": EXIT_NOT_PYTHON,
     "HW-JOB-007": EXIT_REFUSED,
+    "HW-COMMIT-004": EXIT_REFUSED,
+    "HW-COMMIT-005": EXIT_REFUSED,
 }
 """What Horowatt finds while the script runs; a script may raise others, which keep their traceback."""
 

@@ -27,6 +27,177 @@ class Patch:
     new: str
 
 
+_PERFORM_HTTP = """\
+// Perform http request to rendezvous server with retry logic
+http::Response
+HTTPStore::PerformHTTP(http::Request& request,
+                       const std::string& method = HTTP_GET_METHOD,
+                       const std::string& body = "") {
+  for (int retry_cnt = 0; retry_cnt < MAX_RETRY_TIMES; ++retry_cnt) {
+    try {
+      http::Response response = request.send(method, body);
+      if (response.status != HTTP_OK && response.status != HTTP_NOT_FOUND) {
+"""
+
+_PERFORM_HTTP_AUTHORIZED = """\
+namespace {
+
+// Not one of the errors that are worth another try.
+class Refused : public std::runtime_error {
+public:
+  using std::runtime_error::runtime_error;
+};
+
+// Read at each request: a process may be given its job's token after it has started.
+std::vector<std::string> TokenHeader() {
+  const char* token = std::getenv("HOROWATT_RENDEZVOUS_TOKEN");
+  if (token == nullptr || *token == '\\0') {
+    return {};
+  }
+  return {std::string("X-Horowatt-Token: ") + token};
+}
+
+} // namespace
+
+// Perform http request to rendezvous server with retry logic
+http::Response
+HTTPStore::PerformHTTP(http::Request& request,
+                       const std::string& method = HTTP_GET_METHOD,
+                       const std::string& body = "") {
+  for (int retry_cnt = 0; retry_cnt < MAX_RETRY_TIMES; ++retry_cnt) {
+    try {
+      http::Response response = request.send(method, body, TokenHeader());
+      if (response.status == http::Response::STATUS_FORBIDDEN) {
+        const std::string message =
+            "error[HW-RDV-003]: the job's rendezvous server at " + url_prefix_ +
+            " refused this worker: HOROWATT_RENDEZVOUS_TOKEN is not the token of that job";
+        LOG(ERROR) << message;
+        throw Refused(message);
+      }
+      if (response.status != HTTP_OK && response.status != HTTP_NOT_FOUND) {
+"""
+
+_RETRY = """\
+    } catch (std::exception& e) {
+      LOG(DEBUG) << "Exception: " << e.what();
+    }
+"""
+
+_GLOO_CONSTANTS = """\
+constexpr size_t kMaxSendBufferSize = 32 * 1024 * 1024;
+constexpr size_t kMaxRecvBufferSize = 32 * 1024 * 1024;
+"""
+
+_GLOO_PORT_RANGE = """
+// First and last port to listen on, from HOROWATT_PORTS ("20000-20999"); 0 and 0 for any.
+std::array<int, 2> listenPorts() {
+  const char* text = getenv("HOROWATT_PORTS");
+  if (text == nullptr || *text == '\\0') {
+    return {0, 0};
+  }
+  int first = 0;
+  int last = 0;
+  char rest = 0;
+  if (sscanf(text, "%d-%d%c", &first, &last, &rest) != 2 || first < 1 ||
+      last > 65535 || first > last) {
+    GLOO_THROW_INVALID_OPERATION_EXCEPTION(
+        "error[HW-RDV-001]: HOROWATT_PORTS is no range of ports such as 20000-20999: ",
+        text);
+  }
+  return {first, last};
+}
+
+// Each search goes on where the last one ended: a port rests as long as possible before it is used again,
+// so that who still has the address of an ended world rarely reaches somebody else.
+unsigned nextPort() {
+  static std::atomic<unsigned> next{std::random_device{}()};
+  return next++;
+}
+
+void setPort(struct sockaddr_storage& address, int port) {
+  if (address.ss_family == AF_INET6) {
+    reinterpret_cast<struct sockaddr_in6*>(&address)->sin6_port = htons(port);
+  } else {
+    reinterpret_cast<struct sockaddr_in*>(&address)->sin_port = htons(port);
+  }
+}
+"""
+
+_GLOO_LISTEN = """\
+  const auto& attr = device_->attr_;
+  auto fd = socket(attr.ai_family, attr.ai_socktype, attr.ai_protocol);
+  if (fd == -1) {
+    signalAndThrowException(GLOO_ERROR_MSG("socket: ", strerror(errno)));
+  }
+
+  // Set SO_REUSEADDR to signal that reuse of the listening port is OK.
+  int on = 1;
+  rv = setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (rv == -1) {
+    ::close(fd);
+    signalAndThrowException(GLOO_ERROR_MSG("setsockopt: ", strerror(errno)));
+  }
+
+  rv = bind(fd, (const sockaddr*)&attr.ai_addr, attr.ai_addrlen);
+  if (rv == -1) {
+    ::close(fd);
+    signalAndThrowException(GLOO_ERROR_MSG("bind: ", strerror(errno)));
+  }
+
+  // listen(2) on socket
+  fd_ = fd;
+  rv = ::listen(fd_, 1024);
+  if (rv == -1) {
+    ::close(fd_);
+    fd_ = FD_INVALID;
+    signalAndThrowException(GLOO_ERROR_MSG("listen: ", strerror(errno)));
+  }
+"""
+
+_GLOO_LISTEN_IN_RANGE = """\
+  const auto& attr = device_->attr_;
+  const auto ports = listenPorts();
+  const unsigned count = ports[1] - ports[0] + 1;
+  int fd;
+  for (unsigned tried = 1;; tried++) {
+    fd = socket(attr.ai_family, attr.ai_socktype, attr.ai_protocol);
+    if (fd == -1) {
+      signalAndThrowException(GLOO_ERROR_MSG("socket: ", strerror(errno)));
+    }
+
+    // Set SO_REUSEADDR to signal that reuse of the listening port is OK.
+    int on = 1;
+    rv = setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    if (rv == -1) {
+      ::close(fd);
+      signalAndThrowException(GLOO_ERROR_MSG("setsockopt: ", strerror(errno)));
+    }
+
+    auto address = attr.ai_addr;
+    setPort(address, ports[0] + nextPort() % count);
+    rv = bind(fd, (const sockaddr*)&address, attr.ai_addrlen);
+    // Two that have bound one port at the same time are told apart here only.
+    if (rv == 0) {
+      rv = ::listen(fd, 1024);
+    }
+    if (rv == 0) {
+      break;
+    }
+    const int error = errno;
+    ::close(fd);
+    if (error == EADDRINUSE && tried < count) {
+      continue;
+    }
+    if (error == EADDRINUSE && ports[0] != 0) {
+      signalAndThrowException(GLOO_ERROR_MSG(
+          "error[HW-RDV-002]: none of the ports ", ports[0], " to ", ports[1],
+          " of HOROWATT_PORTS is free"));
+    }
+    signalAndThrowException(GLOO_ERROR_MSG("bind or listen: ", strerror(error)));
+  }
+  fd_ = fd;
+"""
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cxx17-core",
@@ -76,6 +247,51 @@ PATCHES: tuple[Patch, ...] = (
         file="horovod/common/ops/cuda/CMakeLists.txt",
         old="set(CMAKE_CUDA_STANDARD 11)",
         new="set(CMAKE_CUDA_STANDARD 14)",
+    ),
+    Patch(
+        name="rendezvous-token",
+        reason="the rendezvous server answers everybody who can reach its port, so it must be shown the "
+        "job's token; a refusal is final, and asking again only delays its message",
+        file="horovod/common/gloo/http_store.cc",
+        old=_PERFORM_HTTP,
+        new=_PERFORM_HTTP_AUTHORIZED,
+    ),
+    Patch(
+        name="rendezvous-refusal",
+        reason="without it the refusal above is caught and tried again",
+        file="horovod/common/gloo/http_store.cc",
+        old=_RETRY,
+        new="    } catch (const Refused&) {\n      throw;\n" + _RETRY,
+    ),
+    Patch(
+        name="rendezvous-token-headers",
+        reason="declares what the two patches above use",
+        file="horovod/common/gloo/http_store.cc",
+        old="#include <cstring>\n#include <iostream>\n",
+        new="#include <cstdlib>\n#include <cstring>\n#include <iostream>\n",
+    ),
+    Patch(
+        name="gloo-listen-in-range",
+        reason="each pair of Gloo listens on a port of its own, which a firewall only lets through when "
+        "it is known beforehand",
+        file="third_party/gloo/gloo/transport/tcp/pair.cc",
+        old=_GLOO_LISTEN,
+        new=_GLOO_LISTEN_IN_RANGE,
+    ),
+    Patch(
+        name="gloo-port-range",
+        reason="reads the range of ports for the patch above from HOROWATT_PORTS",
+        file="third_party/gloo/gloo/transport/tcp/pair.cc",
+        old=_GLOO_CONSTANTS,
+        new=_GLOO_CONSTANTS + _GLOO_PORT_RANGE,
+    ),
+    Patch(
+        name="gloo-port-range-headers",
+        reason="declares what the two patches above use",
+        file="third_party/gloo/gloo/transport/tcp/pair.cc",
+        old="#include <array>\n#include <algorithm>\n#include <sstream>\n",
+        new="#include <array>\n#include <algorithm>\n#include <atomic>\n#include <cstdio>\n"
+        "#include <random>\n#include <sstream>\n",
     ),
 )
 
