@@ -572,6 +572,19 @@ def test_an_attached_job_tells_its_state_by_its_workers(node: Node) -> None:
     assert (status.state, status.code) == (LauncherState.FAILED, "HW-JOB-004")
 
 
+def test_a_worker_that_starts_between_two_looks_is_nobodys_absence(node: Node) -> None:
+    """A job that waited for its horovodrun is not over when the first worker comes after the last look."""
+    node.apply(order(spec(launcher=ATTACHED)))
+    node.tend()
+    node.clock.now_s += 60
+    worker = node.hold("l-1")
+    assert node.launcher().state is LauncherState.RUNNING
+    node.tend()
+    assert node.launcher().state is LauncherState.RUNNING
+    worker.kill()
+    worker.wait()
+
+
 def test_an_attached_job_is_stopped_by_ending_its_workers(node: Node) -> None:
     """A stop reaches the workers, and only then the job counts as stopped."""
     node.apply(order(spec(launcher=ATTACHED)))

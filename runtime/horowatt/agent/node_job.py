@@ -74,6 +74,7 @@ class NodeJob:
         self._unpublished = True
         self._held: dict[str, bool] = {}
         self._alive_at_s = around.monotonic_s()
+        self._seen_started = False
         self._offsets: Mapping[str, int] | None = None
         self._suspending_since_s: float | None = None
         self._ending_since_s: float | None = None
@@ -372,6 +373,10 @@ class NodeJob:
     def _attached_status(self, leases: list[LeaseReport], *, measurable: bool) -> LauncherStatus | None:
         published = self._published_ids()
         here = [lease for lease in leases if lease.lease_id in published] or leases
+        if not self._seen_started and any(lease.started for lease in here):
+            # Its first worker may have come since the last look; the quiet before it was nobody's absence.
+            self._seen_started = True
+            self._alive_at_s = self._around.monotonic_s()
         quiet_s = self._around.monotonic_s() - self._alive_at_s
         derived = attached.derive(here, run=self.memory.run, quiet_s=quiet_s, measurable=measurable)
         if derived is None:
