@@ -32,6 +32,7 @@ from horowatt.agent.notes import Notes
 from horowatt.agent.processes import identify, lock_holders, send_signal
 from horowatt.agent.state import StateFile
 from horowatt.agent.streams import Budget
+from horowatt.elastic.counters import CountersWriter
 from horowatt.elastic.folder import JobFolder
 from horowatt.elastic.hostfile import published_files
 from horowatt.records import (
@@ -578,6 +579,7 @@ def test_a_worker_that_starts_between_two_looks_is_nobodys_absence(node: Node) -
     node.tend()
     node.clock.now_s += 60
     worker = node.hold("l-1")
+    CountersWriter(node.folder().lease("l-1").counters)
     assert node.launcher().state is LauncherState.RUNNING
     node.tend()
     assert node.launcher().state is LauncherState.RUNNING
