@@ -47,7 +47,7 @@ build: venv ## Build the wheel into dist/
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
-bench-resize: venv ## Measure pauses of resizes beside stock Horovod, commits, idle cost, a soak (25 minutes; ARGS=--quick: 3)
+bench-resize: venv ## Measure pauses of resizes beside stock Horovod, commits, idle cost, a soak (25 minutes; ARGS=--quick: 5)
 	@$(BIN)/python bench/resize.py $(ARGS)
 
 clean: ## Remove .venv and everything made here; built Horovod wheels stay in their cache

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launched import Job
 
+from horowatt.elastic.horovod_fixes import GLOO_TIMEOUT_S
 from horowatt.records import LauncherState
 
 pytestmark = pytest.mark.horovod
@@ -201,6 +202,23 @@ def test_a_newcomer_that_does_not_join_takes_nobody_along(job: Job, number: sign
     status = job.status()
     assert status is not None
     assert status.state is LauncherState.RUNNING
+    finish(job)
+
+
+def test_the_death_of_one_of_four_is_noticed_by_all_at_once(job: Job) -> None:
+    """Also by those that wait for another survivor; without that they sit out Gloo's time-out of minutes."""
+    job.describe(sys.executable, job.script(TRAIN))
+    job.publish("a", "b", "c", "d")
+    job.start()
+    job.wait_applied(1)
+    trains_on(job)
+    killed_s = time.time()
+    os.kill(pid_of(job, "b"), signal.SIGKILL)
+    job.wait_until("a world of three", lambda: job.events("assigned")[-1]["width"] == 3)
+    resumed = [event for event in job.events("assigned") if event["width"] == 3]
+    # Not a matter of speed: half the time-out tells being told from running into it.
+    assert resumed[0]["at_s"] - killed_s < GLOO_TIMEOUT_S / 2
+    trains_on(job)
     finish(job)
 
 

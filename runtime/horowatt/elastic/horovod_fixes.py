@@ -84,6 +84,16 @@ FIXES = (
         "ports are random, so no firewall can let them through",
     ),
     Fix(
+        "process-sets-let-go",
+        "common/gloo/gloo_context.cc",
+        "after a death a survivor that waits for another survivor learns of it only by Gloo's time-out",
+    ),
+    Fix(
+        "one-mesh-for-all",
+        "common/gloo/gloo_context.cc",
+        "every connection is built twice at each resize",
+    ),
+    Fix(
         "gloo-timeout",
         "HOROVOD_GLOO_TIMEOUT_SECONDS",
         "a newcomer that imports for more than 30 s aborts every survivor",
@@ -178,12 +188,6 @@ def prepare_driver_module() -> None:
 
     driver.DISCOVER_HOSTS_FREQUENCY_SECS = DISCOVERY_INTERVAL_S
     driver._epoch_time_s = _monotonic_epoch()  # noqa: SLF001
-
-
-def make_rendezvous_server(address: str) -> Any:
-    """TEMPORARY for tests."""
-    token = os.environ.setdefault(rendezvous.TOKEN_VARIABLE, rendezvous.new_token())
-    return rendezvous.make_server(address, token)
 
 
 def make_driver(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 STANDBY_NICENESS = 5
 """A third of the share of a worker that trains. With less, a standby on a busy node is never ready."""
+_LAST = 19
 _CAP_SYS_NICE = 1 << 23
 _GROUP = Path("/proc/self/autogroup")
 _RETRY_S = 0.11
@@ -36,6 +37,13 @@ def step_back() -> bool:
     _set_niceness(STANDBY_NICENESS)
     _set_group(STANDBY_NICENESS)
     return True
+
+
+def step_aside() -> None:
+    """Let everybody else go first, for good: this process is about to end."""
+    with contextlib.suppress(OSError):
+        _set_niceness(_LAST)
+    _set_group(_LAST)
 
 
 def step_forward() -> None:

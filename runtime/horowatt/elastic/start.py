@@ -319,6 +319,8 @@ def _instrument(membership: _Membership | None, options: argparse.Namespace) -> 
     def leave() -> None:
         membership.note("left")
         sys.stderr.write("horowatt: this worker's slot was taken back; it leaves the job\n")
+        # The others train again by now, and this process's end must not slow them down.
+        priority.step_aside()
         commits.drain(DRAIN_S)
         leaving.run_callbacks()
 

@@ -293,6 +293,56 @@ PATCHES: tuple[Patch, ...] = (
         new="#include <array>\n#include <algorithm>\n#include <atomic>\n#include <cstdio>\n"
         "#include <random>\n#include <sstream>\n",
     ),
+    Patch(
+        name="process-sets-let-go",
+        reason="after a failure survivors keep their old connections, so a rank that waits for one of them, "
+        "and not for the dead one, learns of it only by the Gloo time-out, and all others wait for it",
+        file="horovod/common/gloo/gloo_context.cc",
+        old="""void GlooContext::Finalize() {
+  if (!enabled_) {
+    return;
+  }
+
+  global_ctx.reset();
+  ctx.reset();
+  cross_ctx.reset();
+  local_ctx.reset();
+  reset_ = true;
+}
+""",
+        new="""void GlooContext::Finalize() {
+  // The context of a process set is never enabled, and must close its connections all the same.
+  global_ctx.reset();
+  ctx.reset();
+  cross_ctx.reset();
+  local_ctx.reset();
+  if (enabled_) {
+    reset_ = true;
+  }
+}
+""",
+    ),
+    Patch(
+        name="one-mesh-for-all",
+        reason="the process set of all processes builds every connection a second time, at each resize",
+        file="horovod/common/gloo/gloo_context.cc",
+        old="""  std::vector<int> ranks;
+  if (registered_ranks.empty()) {
+    ranks.resize(global_context.ctx->size);
+""",
+        new="""  if (registered_ranks.empty()) {
+    // The set of all processes is used by the same thread as the global context, and has its connections.
+    ctx = global_context.ctx;
+    local_ctx = global_context.local_ctx;
+    cross_ctx = global_context.cross_ctx;
+    return;
+  }
+
+  std::vector<int> ranks;
+  if (registered_ranks.empty()) {
+    ranks.resize(global_context.ctx->size);
+""",
+    ),
 )
 
 
