@@ -38,7 +38,11 @@ PUBLISHED_TEXT = {
 }
 """The lines of the published sources that matter, as they stand there."""
 
-CXX_FILES = ("horovod/common/gloo/http_store.cc", "third_party/gloo/gloo/transport/tcp/pair.cc")
+CXX_FILES = (
+    "horovod/common/gloo/gloo_context.cc",
+    "horovod/common/gloo/http_store.cc",
+    "third_party/gloo/gloo/transport/tcp/pair.cc",
+)
 """Of these whole functions are replaced; that they stand there is checked on the archive itself."""
 
 TORCH = TorchFacts(version="2.13.0+cpu", cuda_version="", cxx11_abi=True, cuda_archs=())
@@ -113,7 +117,14 @@ def test_patches_fit_real_archive(tmp_path: Path) -> None:
         pytest.skip(f"{archive} is not there: no Horovod was built on this machine")
     source = build._unpack(archive, tmp_path)
     patches.apply_all(source)
-    store, pair = (source.joinpath(name).read_text() for name in CXX_FILES)
+    context, store, pair = (source.joinpath(name).read_text() for name in CXX_FILES)
+    # A process set closes its connections, and only a context that was enabled starts over.
+    finalize = context[context.index("void GlooContext::Finalize()") :]
+    assert (
+        finalize.index("local_ctx.reset()")
+        < finalize.index("if (enabled_)")
+        < finalize.index("reset_ = true")
+    )
     # Each of the three verbs goes through the one function that sends the token and knows a refusal.
     assert store.count("request.send(") == store.count("request.send(method, body, TokenHeader())") == 1
     assert store.index("throw Refused(message)") < store.index("catch (const Refused&)")

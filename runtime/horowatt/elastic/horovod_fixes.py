@@ -81,7 +81,7 @@ FIXES = (
     Fix(
         "port-range",
         "runner.util.network.find_port, gloo/transport/tcp/pair.cc",
-        "ports are random, so no firewall can let them through",
+        "ports are chosen at random, so no firewall can let just them through",
     ),
     Fix(
         "process-sets-let-go",
@@ -91,7 +91,7 @@ FIXES = (
     Fix(
         "one-mesh-for-all",
         "common/gloo/gloo_context.cc",
-        "every connection is built twice at each resize",
+        "every connection among the workers is built twice at each resize",
     ),
     Fix(
         "gloo-timeout",
