@@ -83,35 +83,11 @@ def trains_at(cluster: Cluster, job_id: str, width: int, timeout_s: float) -> No
     wait_for(training, timeout_s=timeout_s, what=f"training at width {width}")
 
 
-def test_a_job_grows_over_two_hosts_and_shrinks_back() -> None:
-    """A job spans two hosts over ssh of its tenant, gives one up for another job, and the joules add up."""
-    with (
-        tempfile.TemporaryDirectory(prefix="hw-") as name,
-        two_hosts(Path(name)) as hosts,
-        cluster_of_two(Path(name), hosts) as cluster,
-    ):
-        wide = cluster.submit(
-            "--name", "wide", "--tenant", "vision", "--widths", "1,4", "--batch-size", "64",
-            "--epochs", "80", "--", sys.executable, str(MLP), "--epochs", "80",
-        )  # fmt: skip
-        trains_at(cluster, wide, 4, 200)
-        late = cluster.submit(
-            "--name", "late", "--tenant", "search", "--min", "2", "--max", "2", "--batch-size", "64",
-            "--epochs", "5", "--", sys.executable, str(MLP), "--epochs", "5",
-        )  # fmt: skip
-        cluster.wait_phase(late, "finished", 180)
-        done = cluster.wait_phase(wide, "finished", 300)
-        widths = [generation["width"] for generation in done["generations"]]
-        assert max(widths) == 4, widths
-        assert any(b < a for a, b in itertools.pairwise(widths)), widths
-        assert done["attempt"] == 1
-        report = cluster.energy()
-        assert report["sum_error"] <= 0.001
-        assert {device["node"] for device in report["devices"]} == {host.name for host in hosts}
+def test_a_job_spans_two_hosts_whatever_becomes_of_one() -> None:
+    """It grows over its tenant's ssh, gives way, grows back; a host is cut off, comes back, loses its workers.
 
-
-def test_a_host_is_cut_off_dies_and_comes_back() -> None:
-    """The job goes on without the host, from its last commit, and uses it again when it is back."""
+    The job goes on each time, from its last commit, in the same attempt, and the joules add up.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="hw-") as name,
         two_hosts(Path(name)) as hosts,
@@ -125,6 +101,14 @@ def test_a_host_is_cut_off_dies_and_comes_back() -> None:
         trains_at(cluster, job_id, 4, 200)
         if cluster.job(job_id)["home_node"] != home.name:
             home, away = away, home
+        late = cluster.submit(
+            "--name", "late", "--tenant", "search", "--min", "2", "--max", "2", "--batch-size", "64",
+            "--epochs", "5", "--", sys.executable, str(MLP), "--epochs", "5",
+        )  # fmt: skip
+        cluster.wait_phase(late, "finished", 180)
+        widths = [generation["width"] for generation in cluster.job(job_id)["generations"]]
+        assert any(b < a for a, b in itertools.pairwise(widths)), widths
+        trains_at(cluster, job_id, 4, 200)
 
         def samples() -> int:
             return int(cluster.job(job_id)["samples"] or 0)
@@ -142,9 +126,10 @@ def test_a_host_is_cut_off_dies_and_comes_back() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         trains_on()
-        trains_at(cluster, job_id, 4, 200)
         job = cluster.job(job_id)
         assert job["attempt"] == 1, job["reason"]
         assert cluster.call("cancel", job_id).returncode == 0
         wait_for(lambda: cluster.job(job_id)["phase"] == "cancelled", timeout_s=60, what="the end of the job")
-        assert cluster.energy()["sum_error"] <= 0.001
+        report = cluster.energy()
+        assert report["sum_error"] <= 0.001
+        assert {device["node"] for device in report["devices"]} == {host.name for host in hosts}

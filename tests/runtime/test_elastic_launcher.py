@@ -249,23 +249,6 @@ def test_a_job_that_is_stopped_ends_in_order(job: Job) -> None:
 
 
 @pytest.mark.horovod
-def test_a_newcomer_that_fails_does_not_hang_the_job(job: Job) -> None:
-    """Old workers wait for a newcomer that crashed at import: the job is lost soon, to run again."""
-    job.describe(
-        "python",
-        job.script("import os\nif os.environ['HOROWATT_LEASE_ID'] == 'bad':\n    import nowhere\n" + TRAIN),
-    )
-    job.publish("a")
-    job.start(HOROVOD_GLOO_TIMEOUT_SECONDS="600")
-    job.wait_applied(1)
-    job.publish("a", "bad")
-    status = job.end()
-    assert (status.state, status.code) == (LauncherState.LOST, "HW-JOB-006")
-    assert "No module named 'nowhere'" in status.message
-    assert job.held() == set()
-
-
-@pytest.mark.horovod
 def test_a_worker_that_does_not_leave_is_ended(job: Job) -> None:
     """A script that never looks for updates loses its withdrawn worker after a grace period."""
     _train(job, "a", "b", NEVER_COMMIT="1", PAUSE_S="0.01")

@@ -97,6 +97,8 @@ class Launcher:
                 "HW-AGENT-004",
                 f"the launcher cannot be started with {program} as {user.name} on {self._node}: {why}",
             )
+        # The one before may have died since the last look.
+        self.reap()
         self._child = child
         # A child that has died already has no start tick any more; with 0 it is simply not alive.
         return identify(child.pid) or ProcessId(pid=child.pid, start_ticks=0)

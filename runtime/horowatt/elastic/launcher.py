@@ -60,6 +60,7 @@ RESTART_WINDOW_S = 600.0
 """In so many seconds the launcher starts its world again at most ``MAX_RESTARTS`` times."""
 SUSPEND_PATIENCE_S = 90.0
 """How long a job that is suspended may train on until its commit is on disk, seconds."""
+SUSPEND = "suspend"
 KILL_PATIENCE_S = 30.0
 """How long a worker may take to die of SIGKILL: one stuck in a driver may never do, seconds."""
 LOCK_PATIENCE_S = 2.0
@@ -326,9 +327,16 @@ class Launcher:
         )
 
     def _on_message(self, _worker: Worker, message: Message) -> None:
-        if "written" in message and self._standbys is not None:
-            self._standbys.persisted()
-            self._persisted.set()
+        written = message.get("written")
+        if isinstance(written, dict):
+            write_s = written.get("write_s")
+            if self._standbys is not None:
+                self._standbys.persisted(
+                    trigger=str(written.get("trigger")),
+                    write_s=write_s if isinstance(write_s, float) else 0.0,
+                )
+            if written.get("trigger") == SUSPEND:
+                self._persisted.set()
         self._wake.set()
 
     def _run_worker(self, slot_info: Any, events: Sequence[Any]) -> tuple[int, float]:
@@ -523,7 +531,7 @@ class Launcher:
         if self._workers is None:
             return
         self._persisted.clear()
-        asked = [worker.say({"do": "persist", "trigger": "suspend"}) for worker in self._workers.training()]
+        asked = [worker.say({"do": "persist", "trigger": SUSPEND}) for worker in self._workers.training()]
         if any(asked) and not self._persisted.wait(SUSPEND_PATIENCE_S):
             _log.warning("no commit in %.0f s: stopping without", SUSPEND_PATIENCE_S)
 

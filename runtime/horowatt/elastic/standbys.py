@@ -27,9 +27,11 @@ from horowatt.records import Lease
 READY_PATIENCE_S = 300.0
 """How long a standby may take to reach ``hvd.elastic.run``, seconds."""
 READY_PATIENCE_VARIABLE = "HOROWATT_STANDBY_PATIENCE_S"
+PUBLICATION = "publication"
 PERSIST_PATIENCE_S = 2.0
-"""How long a publication waits for a durable commit, seconds. A script that commits less often is interrupted
-at its next commit anyway, and that one is made durable."""
+"""How long a publication waits for a durable commit, seconds, besides twice the time that the last one took.
+A script that commits less often is interrupted at its next commit anyway, and that one is made durable."""
+MAX_PERSIST_PATIENCE_S = 60.0
 END_GRACE_S = 2.0
 MEMORY_MARGIN = 1.2
 """A standby is expected to need this many times the memory of a worker that trains."""
@@ -67,6 +69,7 @@ class Standbys:
         self._ready: set[str] = set()
         self._asked_s: float | None = None
         self._persisted = False
+        self._write_s = 0.0
         self._admitted: frozenset[str] = frozenset()
         if why_cold:
             append_event(job.events, "cold", why=why_cold)
@@ -75,9 +78,16 @@ class Standbys:
         """Return the new leases that may be published."""
         return self._admitted
 
-    def persisted(self) -> None:
-        """Note that a commit that was asked for is on disk."""
-        self._persisted = True
+    def persisted(self, trigger: str, write_s: float) -> None:
+        """Note that a commit is on disk.
+
+        Args:
+            trigger: Why it was made.
+            write_s: How long it took to write, seconds.
+        """
+        self._write_s = write_s
+        if trigger == PUBLICATION:
+            self._persisted = True
 
     def pending(self) -> bool:
         """Return True while new slots are granted and not yet published."""
@@ -109,8 +119,9 @@ class Standbys:
             self._persisted = self._why_cold != ""
             if not self._persisted:
                 for worker in self._workers.training():
-                    worker.say({"do": "persist", "trigger": "publication"})
-        if self._persisted or now_s - self._asked_s >= PERSIST_PATIENCE_S:
+                    worker.say({"do": "persist", "trigger": PUBLICATION})
+        patience_s = min(PERSIST_PATIENCE_S + 2.0 * self._write_s, MAX_PERSIST_PATIENCE_S)
+        if self._persisted or now_s - self._asked_s >= patience_s:
             self._admitted = frozenset(new)
 
     def _new(self) -> dict[str, Lease]:

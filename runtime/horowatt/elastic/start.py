@@ -302,7 +302,7 @@ def _instrument(membership: _Membership | None, options: argparse.Namespace) -> 
     def written(commit: Written) -> None:
         membership.note_commit(commit)
         if channel is not None:
-            channel.say({"written": {"commit": commit.number, "trigger": commit.trigger}})
+            channel.say({"written": {"trigger": commit.trigger, "write_s": commit.write_s}})
 
     commits = DurableCommits(
         membership.commit_folder(),
