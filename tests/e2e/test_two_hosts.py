@@ -84,7 +84,7 @@ def trains_at(cluster: Cluster, job_id: str, width: int, timeout_s: float) -> No
 
 
 def test_a_job_spans_two_hosts_whatever_becomes_of_one() -> None:
-    """It grows over its tenant's ssh, gives way, grows back; a host is cut off, comes back, loses its workers.
+    """It grows over ssh, gives way, grows back; a host is cut off, comes back, loses its workers.
 
     The job goes on each time, from its last commit, in the same attempt, and the joules add up.
     """
