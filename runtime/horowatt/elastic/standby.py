@@ -9,6 +9,7 @@ for its place in the real world, which it then enters like a worker that was the
 """
 
 import functools
+import gc
 import os
 import queue
 import signal
@@ -41,12 +42,19 @@ _PRIVATE = {
 class Standby:
     """What this worker is until it joins. ``waiting`` is True so long."""
 
-    def __init__(self, channel: Channel, uncounted: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        uncounted: Callable[[], AbstractContextManager[None]],
+        on_join: Callable[[], None] = lambda: None,
+    ) -> None:
         """Take the promised place from the environment.
 
         Args:
             uncounted: Returns a context manager within which optimizer steps are not training.
+            on_join: Called when the launcher has told this standby to join.
         """
+        self._on_join = on_join
         self.waiting = True
         self._channel = channel
         self._uncounted = uncounted
@@ -152,10 +160,12 @@ class Standby:
 
     def _wait(self, state: Any, shutdown: Callable[[], None], init: Callable[[], None]) -> None:
         self._rehearse(state)
+        gc.collect()
         self._channel.say({"ready": True})
         message = self._joins.get()
         if message is None:
             raise SystemExit(0)
+        self._on_join()
         priority.step_forward()
         leaving.join()
         shutdown()

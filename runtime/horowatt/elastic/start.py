@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -217,6 +218,7 @@ class _Membership:
 
     def __init__(self, job: JobFolder, folder: LeaseFolder, spec: LaunchSpec, lease: Lease) -> None:
         self.spec = spec
+        self._garbage_held = False
         self._job = job
         self._events = job.events
         self._lease = lease
@@ -239,8 +241,19 @@ class _Membership:
         self.meter.enter_world(rank, world_size)
         append_event(self._events, "world", self._lease.lease_id, rank=rank, world_size=world_size)
 
+    def hold_garbage(self) -> None:
+        """Put the garbage collector off until the first step of the next world.
+
+        A full collection takes a tenth of a second with PyTorch imported, and the others would wait for it.
+        """
+        if gc.isenabled():
+            gc.disable()
+            self._garbage_held = True
+
     def note(self, kind: str) -> None:
         """Note how far a resize has come in this worker."""
+        if kind == "interrupted":
+            self.hold_garbage()
         append_event(self._events, kind, self._lease.lease_id, world_size=max(self._counters.world_size, 1))
 
     def steps(self) -> int:
@@ -266,6 +279,9 @@ class _Membership:
         )
 
     def _resumed(self, last_step_end_s: float | None, first_step_end_s: float) -> None:
+        if self._garbage_held:
+            self._garbage_held = False
+            gc.enable()
         append_event(
             self._events,
             "resumed",
@@ -296,7 +312,7 @@ def _instrument(membership: _Membership | None, options: argparse.Namespace) -> 
     channel = control.from_descriptor(options.control) if options.control >= 0 else None
     standby = None
     if options.standby and channel is not None:
-        standby = Standby(channel, meter.uncounted)
+        standby = Standby(channel, meter.uncounted, on_join=membership.hold_garbage)
         leaving.stand_by()
 
     def written(commit: Written) -> None:
