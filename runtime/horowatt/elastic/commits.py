@@ -62,6 +62,7 @@ from horowatt.elastic.commit_files import (
     write_commit,
 )
 from horowatt.elastic.import_hooks import Hook
+from horowatt.elastic.memory import available_bytes
 from horowatt.errors import HorowattError, NeedsOperator
 from horowatt.files import disk_full
 
@@ -687,12 +688,8 @@ def _boot_id() -> str:
 
 def _available_bytes() -> int | None:
     """Return the memory that this process can still have, bytes; None where the kernel does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
-    except (OSError, ValueError, StopIteration):
-        return None
-    return min([available, *_control_group_bytes()])
+    available = available_bytes()
+    return None if available is None else min([available, *_control_group_bytes()])
 
 
 def _control_group_bytes() -> Iterator[int]:

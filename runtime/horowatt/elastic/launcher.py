@@ -30,6 +30,7 @@ from horowatt.elastic.discovery import HostfileDiscovery, Published
 from horowatt.elastic.events import append_event
 from horowatt.elastic.folder import JobFolder
 from horowatt.elastic.network import LOOPBACK, address_towards, interface_of, is_loopback, resolve
+from horowatt.elastic.settings import seconds_of
 from horowatt.elastic.standby import RENDEZVOUS_VARIABLE
 from horowatt.elastic.standbys import Standbys
 from horowatt.elastic.verdict import Verdict, judge, last_traceback
@@ -94,7 +95,7 @@ class Launcher:
         self._generation_applied = 0
         self._assigned: tuple[str, ...] = ()
         self._assigned_s = 0.0
-        self._release_grace_s = _seconds(RELEASE_GRACE_VARIABLE, RELEASE_GRACE_S)
+        self._release_grace_s = seconds_of(RELEASE_GRACE_VARIABLE, RELEASE_GRACE_S)
         self._withdrawn_since_s: dict[str, float] = {}
         self._alone_since_s: float | None = None
         self._workers: Workers | None = None
@@ -110,7 +111,9 @@ class Launcher:
         self._first_assignment = True
         self._trained_before = any(job.commits.glob("*")) if job.commits.is_dir() else False
         self._restarts_s: list[float] = []
-        self._join_deadline_s = _seconds(JOIN_DEADLINE_VARIABLE, JOIN_DEADLINE_S)
+        self._why_cold = why_cold(spec)
+        self._joined_s = 0.0
+        self._join_deadline_s = seconds_of(JOIN_DEADLINE_VARIABLE, JOIN_DEADLINE_S)
         self._driver: Any = None
         self._horovod_env: dict[str, str] = {}
 
@@ -214,7 +217,7 @@ class Launcher:
             self._workers,
             self._discovery,
             lambda: {**always, RENDEZVOUS_VARIABLE: f"{address}:{port}"},
-            why_cold(self._spec),
+            self._why_cold,
             self._own_node(),
         )
         _log.info("rendezvous on %s port %d, starting %d workers", address, port, width)
@@ -477,12 +480,15 @@ class Launcher:
     def _late(self, now_s: float) -> "_Trouble | None":
         """Return newcomers that were ready and yet did not join in time."""
         assert self._workers is not None  # noqa: S101
-        if self._first_assignment or not self._newcomers or why_cold(self._spec):
+        assigned_s = self._assigned_s
+        if self._first_assignment or not self._newcomers or self._why_cold or self._joined_s == assigned_s:
             return None
-        if now_s - self._assigned_s < self._join_deadline_s:
+        if now_s - assigned_s < self._join_deadline_s:
             return None
         assigned = [worker for worker in self._workers.training() if worker.lease.lease_id in self._assigned]
         if all(worker.remote or self._has_entered(worker) for worker in assigned):
+            # Seen once is enough: their counters need not be read five times a second from now on.
+            self._joined_s = assigned_s
             return None
         return _Trouble(
             f"the new workers did not join in {self._join_deadline_s:.0f} s", self._newcomers, restart=True
@@ -598,15 +604,6 @@ def why_cold(spec: LaunchSpec) -> str:
     if parse_python(spec.command) is None:
         return f"the command {spec.command[0]!r} is neither 'python SCRIPT' nor 'python -m MODULE'"
     return ""
-
-
-def _seconds(variable: str, default_s: float) -> float:
-    text = os.environ.get(variable, "")
-    try:
-        return max(float(text), 0.0) if text else default_s
-    except ValueError:
-        _log.warning("%s is not a number of seconds: %r", variable, text)
-        return default_s
 
 
 def lock_job(job: JobFolder) -> int:

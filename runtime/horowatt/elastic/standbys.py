@@ -10,13 +10,13 @@ thread but for ``admitted``, which Horovod's discovery asks.
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from horowatt.elastic.discovery import HostfileDiscovery
 from horowatt.elastic.events import append_event
 from horowatt.elastic.folder import JobFolder
+from horowatt.elastic.memory import available_bytes, resident_bytes
+from horowatt.elastic.settings import seconds_of
 from horowatt.elastic.standby import PROMISED_RANK_VARIABLE, PROMISED_SIZE_VARIABLE
 from horowatt.elastic.verdict import EXIT_NOT_JOINED, last_line
 from horowatt.elastic.workers import Worker, Workers
@@ -63,7 +63,7 @@ class Standbys:
         self._environment = environment
         self._why_cold = why_cold
         self._node = node
-        self._patience_s = _patience_s()
+        self._patience_s = max(seconds_of(READY_PATIENCE_VARIABLE, READY_PATIENCE_S), 1.0)
         self._generation = 0
         self._started: dict[str, Worker] = {}
         self._ready: set[str] = set()
@@ -252,26 +252,3 @@ class Standbys:
                 write_atomic(
                     self._job.lease(lease_id).exit_json, json.dumps({"exit_code": exit_code}).encode()
                 )
-
-
-def _patience_s() -> float:
-    with contextlib.suppress(ValueError):
-        return max(float(os.environ.get(READY_PATIENCE_VARIABLE, "")), 1.0)
-    return READY_PATIENCE_S
-
-
-def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process, bytes; 0 when it is gone."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_bytes() -> int | None:
-    """Return the memory that can be had without swapping, bytes; None where the kernel does not say."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
-    return None
